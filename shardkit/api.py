@@ -45,34 +45,32 @@ def plan_model(
 
     Args:
         model: the whole model.
-        units: which modules share one all-gather: a rule or a list of rules (``by_class``, ``by_name``,
-            ``by_size``, ``group``, a module class, an FQN glob, or a callable ``(fqn, module)`` that returns a bool
-            or a dict of settings); the first matching rule wins, and the root takes the rest.
-            None, or only rules with ``tiles=``, is the default rule: blocks, the input embedding, and ``[norm, head]``.
+        units: which modules share one all-gather: a rule or a list of rules (``by_class``, ``by_name``, ``by_size``,
+            ``group``, a module class, an FQN glob, or a callable ``(fqn, module)`` that returns a bool or a dict of
+            settings); the first that matches wins, and the root takes the rest. None, or only rules with ``tiles=``,
+            is the default rule: blocks, the input embedding, and ``[norm, head]``.
         mesh: one axis shards (FSDP), two replicate and shard (HSDP), ``(n, 1)`` only replicates; a MeshSpec, a
             DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in one axis.
-        reshard_after_forward: True frees the gathered parameters of each unit after its forward and gathers them
-            again in backward, which saves memory; False keeps them, which saves an all-gather; an int keeps them
-            sharded over that many ranks, a divisor of the shard axis, such as the ranks of one host; as in torch, 1 is
-            False, and the size of the shard axis is True. None is True, but False for ``[norm, head]`` and the root,
-            which backward needs at once.
+        reshard_after_forward: True frees each unit's gathered parameters after its forward and gathers them again in
+            backward, which saves memory; False keeps them, which saves an all-gather; an int keeps them sharded over
+            that many ranks, a divisor of the shard axis, such as those of one host; as in torch, 1 is False and all its
+            ranks are True. None is True, but False for ``[norm, head]`` and the root, which backward needs at once.
         mp_policy: dtypes to compute and reduce in; its ``output_dtype`` is applied to the root only.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU.
         ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced. Scalars and empty
             parameters need not be: FSDP2 cannot shard them, so they are replicated and their gradients reduced.
-        checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations;
+        checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations: those
+            of the default rule, or, with your own, units of one module with submodules. Without blocks, an error.
             ``"selective"`` keeps attention and every other matrix product, and a policy of
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, defined in a module, what it saves.
-            Those of the default rule, whatever the units are; with your own rules, units of one module that has
-            submodules. A model without blocks is an error.
         compile: ``torch.compile`` the forward of the blocks.
         prefetch: the number of units to all-gather ahead explicitly; 0 leaves it to torch, which gathers one ahead.
         forward_methods: methods besides ``forward`` that are called from outside and gather what they need, such as
             ``"encode"``, or ``"vae.encode"`` where ``vae`` is a unit. ``generate`` is among them where there is one.
         example_batch: one rank's micro-batch, for a dry run: a mapping of keyword arguments, a tuple of positional
-            arguments, or a single argument. One forward on fake tensors finds every parameter that is used while its
-            unit is not gathered. The default rule leaves such units out, with a note; in your own rules they are an
-            error. Units that are not called get a note. Only shapes and dtypes are read.
+            arguments, or a single argument; only shapes and dtypes are read. A forward on fake tensors finds parameters
+            used while their unit is not gathered: the default rule leaves such units out, with a note; in your own
+            rules they are an error. Units that are not called get a note.
 
     Raises:
         PlanError: what cannot be sharded as asked; all offenders are listed. With ``example_batch`` also a parameter

@@ -24,11 +24,9 @@ def local_box(like: DTensor) -> Box:
 
 
 def box_at(like: DTensor, coordinate: tuple[int, ...]) -> Box:
-    """Return the box of the rank at ``coordinate`` of the mesh. Local, pure.
+    """Return the box of the rank at ``coordinate`` of the mesh; Partial placements hold the full tensor. Local, pure.
 
-    Each axis splits like torch.chunk. Strided placements are applied last: there FSDP2 sharded what another mesh axis
-    (tensor parallelism) had sharded before (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``). Partial
-    placements count as the full tensor.
+    Each axis splits like torch.chunk. Strided placements come last: FSDP2 shards what tensor parallelism has sharded.
     """
     box = [(0, size) for size in like.shape]
     for axis in sorted(range(len(coordinate)), key=lambda axis: hasattr(like.placements[axis], "split_factor")):
@@ -64,8 +62,8 @@ def misplaced(like: DTensor) -> str:
 def local_value(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, as a plain tensor where possible. Local, a view.
 
-    A subclass that wraps one tensor of its own shape and dtype, such as float8 training weights, is unwrapped. Others,
-    such as quantized ones, are returned as they are: they have no memory of their own, and ``data_ptr()`` is 0.
+    A subclass that wraps one tensor of its own shape and dtype, such as float8 training weights, is unwrapped; others,
+    such as quantized ones, are returned as they are, with ``data_ptr()`` 0.
     """
     with torch.no_grad():
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -90,11 +88,8 @@ def wrapped_as(memory: Tensor, like: Tensor) -> Tensor:
 def dtensor_from_local(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """Return a DTensor of a local tensor, which stays on its device, such as offloaded to the CPU. Local.
-
-    ``DTensor.from_local`` moves what is not on meta to the mesh's device.
-    """
-    alike = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    """Return a DTensor of a local tensor, which stays on its device, such as offloaded to the CPU. Local."""
+    alike = torch.empty(local.shape, dtype=local.dtype, device="meta")  # from_local moves others to the mesh's device
     like = DTensor.from_local(alike, mesh, placements, run_check=False, shape=shape, stride=stride)
     return with_local(like, local)
 

@@ -32,12 +32,7 @@ class Tokens:
     """
 
     def __init__(
-        self,
-        fqn: str,
-        names: Sequence[str],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        decided: dict[str, bool],
+        self, fqn: str, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any], decided: dict[str, bool]
     ) -> None:
         """``names`` are the parameters of the forward; ``decided`` keeps which of them are cut, for later calls."""
         self._args, self._kwargs, self._decided = args, kwargs, decided

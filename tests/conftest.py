@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import traceback
 
 # One thread for each process: ranks and tests share the cores, and a process that has started threads must not fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,10 @@ from side_by_side import pytest_runtestloop as pytest_runtestloop
 # No deadline: a first example may start or import things.
 settings.register_profile("shardkit", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("shardkit")
+
+# torch asks where it is for each seed that is set and each new operator of DTensors, and shows it to nobody.
+extract_stack = traceback.extract_stack
+traceback.extract_stack = lambda f=None, limit=None: extract_stack(f or sys._getframe(1), limit or 2)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -58,10 +58,9 @@ def _local_device(count: int) -> int:
 
 
 def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
-    """Destroy all groups if the default one is still ours, and no error ends the process.
+    """Destroy all groups if the default one is still ours, unless an error ends the process: others may not get here.
 
-    torch asks for this with NCCL. With gloo a run that has finished may still abort ("terminate called without an
-    active exception", pytorch#190489, torch 2.13). After an error the other ranks may never get here.
+    torch asks for this with NCCL. With gloo a run that has finished may abort (pytorch#190489, torch 2.13).
     """
     if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -28,7 +28,7 @@ from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.data import callers, skippable
 from shardkit.planning.tree import ModelTree
-from shardkit.ranks import Groups, device_type, gather_by_rank, together, warn_once
+from shardkit.ranks import Groups, gather_by_rank, together, warn_once
 from shardkit.runtime.hooks import install_hooks
 from shardkit.runtime.stepping import replacing
 
@@ -73,17 +73,14 @@ def apply_decided(
     mesh: DeviceMesh | None = None,
     sync_module_states: bool = False,
 ) -> nn.Module:
-    """Apply the plan that ``decide`` returns, as ``apply_plan``; an error on one rank is raised by all.
-
-    ``decide`` returns a plan and the tree of ``model`` that it was made from, or checked against.
-    """
+    """Apply the plan that ``decide`` returns, with the tree it was made from; an error on one rank is raised by all."""
     ensure_process_group()
     groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]
 
     def decide_and_check() -> ShardingPlan:
         plan, tree = decide()
         check_mesh(mesh, plan.mesh)
-        check_fit(tree, plan, mesh.device_type if mesh else device_type())
+        check_fit(tree, plan)
         return plan
 
     with real_tensors():  # ranks exchange real tensors, also where the model is made of fake ones
@@ -107,17 +104,11 @@ def apply_decided(
 def agree_on_plan(
     decide: Callable[[], ShardingPlan], groups: Groups, facts: Callable[[], Mapping[str, str]] = dict
 ) -> ShardingPlan:
-    """Return what ``decide`` returns, if it returns the same on every rank. Collective: one small all-reduce per group.
+    """Return what ``decide`` returns, if it is the same on every rank. Collective: one small all-reduce per group.
 
-    Args:
-        decide: local; may raise on any rank.
-        groups: the process groups of a mesh's axes, which together reach all its ranks; None is the world.
-        facts: local, called after ``decide``, may raise too: what else must be equal on all ranks, by name. The
-            version of torch is always included.
-
-    Raises:
-        PlanError: ranks disagree, or ``decide`` raised on some ranks only; on every rank.
-        Exception: what ``decide`` raised on this rank.
+    ``groups`` are those of a mesh's axes, which together reach all its ranks. ``facts``, called after ``decide``, are
+    what else must be equal, by name, besides the version of torch. Both are local. Where one raises on any rank, or
+    ranks disagree, every rank raises: its own error, or PlanError.
     """
     with together(groups, PlanError) as poll:
         plan = decide()
@@ -137,16 +128,10 @@ def _by_part(plan: ShardingPlan) -> dict[str, Any]:
 def carry_out(
     model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, before: Callable[[ShardUnit], object] | None = None
 ) -> None:
-    """Shard ``model`` as ``plan`` says, which is the same on all ranks. Collective; in place.
+    """Shard ``model`` as ``plan`` says, which is checked and the same on all ranks. Collective; in place.
 
-    Args:
-        model: the model.
-        plan: checked against the model.
-        mesh: of the plan's shape.
-        before: called with each unit right before it is sharded; collective; may replace the unit's parameters.
-
-    Raises:
-        PlanError: on every rank: torch could not shard the model on one of them. It has to be built again.
+    ``before`` is called with each unit right before it is sharded; it is collective, and may replace its parameters.
+    Raises PlanError on every rank where torch could not shard the model on one of them. It has to be built again.
     """
     meshes = unit_meshes(mesh, plan)
     attributes = ParamAttrs(model, plan)
@@ -215,9 +200,8 @@ def _shard_unit(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: se
 def _replace_forward(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
     """Checkpoint, then compile, and then shard; a module with buffers is compiled first.
 
-    The module's own ``forward`` is replaced rather than the module wrapped, so that every FQN stays and the hooks of
-    ``fully_shard`` stay outside: a recomputed forward does not gather again, and compiled code has no graph breaks.
-    ``module.compile()`` would compile the hooks in as well, and with checkpointing it compiled nothing (torch 2.13).
+    The ``forward`` is replaced, so that every FQN stays and the hooks of ``fully_shard`` stay outside: a recomputed
+    forward does not gather again, and compiled code has no graph breaks, as it has by ``module.compile()``.
     """
     # torch's compiler takes checkpointing into its graph, and then advances buffers twice (torch 2.13).
     first = unit.compile and unit.checkpoint_activations and any(True for _ in module.buffers())

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit.apply.param_attrs import cannot_carry
@@ -20,10 +20,8 @@ from shardkit.planning.tree import ModelTree, assign, split_problem
 def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[str] = ()) -> None:
     """Raise PlanError if the model has no parameters, or is sharded already; local.
 
-    Args:
-        tree: the model.
-        mesh: the data-parallel mesh; parameters that are DTensors on its other axes are tensor-parallel.
-        apart: FQNs of modules that are sharded already on purpose, as FSDP1 nested its wrappers.
+    Parameters may be DTensors on other axes than those of ``mesh``. ``apart`` are FQNs of modules that are sharded
+    already on purpose, as FSDP1 nested its wrappers.
     """
     problems = []
     if not tree.params:
@@ -59,10 +57,9 @@ def check_made_for(tree: ModelTree, plan: ShardingPlan) -> None:
     refuse([*_other_owners(tree, plan), *method_problems(tree, plan)])
 
 
-def check_fit(tree: ModelTree, plan: ShardingPlan, device: str) -> None:
-    """Raise one PlanError that lists why ``plan``, made for the model, cannot be applied on ``device``; local."""
-    problems = [*_split(tree, plan), *_listed_twice(tree, plan), *_same_memory(tree, plan)]
-    refuse([*problems, *cannot_carry(tree, plan), *_pinned(plan)])
+def check_fit(tree: ModelTree, plan: ShardingPlan) -> None:
+    """Raise one PlanError that lists why ``plan``, made for the model, cannot be applied to it; local."""
+    refuse([*_split(tree, plan), *_same_memory(tree, plan), *cannot_carry(tree, plan), *_pinned(plan)])
 
 
 _OTHER_MODEL = ("A plan is for one model", "Make the plan from this model with plan_model")
@@ -85,13 +82,9 @@ def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     fqns = [*(fqn for unit in plan.units for fqn in unit.modules), *dict(plan.tiles)]
     if missing := [fqn for fqn in fqns if fqn not in tree.places]:
         yield message("plan", f"is for another model: the model has no module {listing(missing)}", *_OTHER_MODEL)
-    yield from _listed_twice(tree, plan)
-
-
-def _listed_twice(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     named: dict[int, str] = {}
     for fqn in (fqn for unit in plan.units for fqn in unit.modules if fqn in tree.places):
-        first = named.setdefault(id(tree.modules[tree.places[fqn]]), fqn)
+        first = named.setdefault(tree.firsts[tree.places[fqn]], fqn)
         if first != fqn:
             problem = f"is another name of the module {first}"
             yield message(fqn, problem, "A module belongs to one unit", f"Leave {fqn} out of the plan")
@@ -109,8 +102,7 @@ def _other_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 
 
 def _pinned(plan: ShardingPlan) -> Iterator[str]:
-    policies = {unit.name: unit.offload_policy for unit in plan.units}
-    pinned = [name for name, each in policies.items() if isinstance(each, CPUOffloadPolicy) and each.pin_memory]
+    pinned = [unit.name for unit in plan.units if unit.offloads and getattr(unit.offload_policy, "pin_memory", False)]
     if pinned and not torch.accelerator.is_available():
         problem = f"is CPUOffloadPolicy(pin_memory=True) for {listing(pinned, 6)}, and there is no accelerator"
         yield message("offload_policy", problem, "", "Use CPUOffloadPolicy(pin_memory=False)")

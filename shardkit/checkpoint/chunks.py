@@ -135,18 +135,15 @@ def part_sum(part: Tensor, box: Box, shape: Sequence[int]) -> int:
     if part.numel() == 0:
         return 0
     runs, size = runs_of(box, shape), part.element_size()
-    lanes = [start * size % _WORD for start in runs.starts]  # the bytes of a word at which runs start
-    is_ragged = runs.length * size % _WORD != 0 or any(lanes)
+    is_ragged = runs.length * size % _WORD != 0 or any(start * size % _WORD for start in runs.starts)
     if is_ragged and part.nbytes > _SUMMED:
         return sum(part_sum(inside(part, box, cut), cut, shape) for cut in blocks(box, _SUMMED // size)) & MASK
     data = part.detach().resolve_conj().resolve_neg().contiguous().view(-1).unsqueeze(-1).view(torch.uint8)
     if not is_ragged:
         return word_sum(data.flatten())
-    rows, total = data.view(len(lanes), -1), 0
-    for lane in set(lanes):
-        chosen = rows[(torch.tensor(lanes) == lane).to(rows.device)]
-        total += word_sum(torch.nn.functional.pad(chosen, (lane, -(lane + rows.shape[1]) % _WORD)).flatten())
-    return total & MASK
+    rows = data.view(len(runs.starts), -1)
+    lanes = torch.tensor(runs.starts).unsqueeze(1) * size + torch.arange(rows.shape[1])  # the byte of a word, below
+    return int((rows.long() << (lanes % _WORD * 8).to(rows.device)).sum()) & MASK
 
 
 def word_sum(data: Tensor) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from shardkit.checkpoint.chunks import Part, opened, raw, read_all, runs_of, staged
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.state.plan import Spec as Spec
+from shardkit.state.load import Spec as Spec
 
 # In the reference's order, by alignment: a file starts with the last ones, so that every tensor's offset is a multiple
 # of its element size.

@@ -36,11 +36,6 @@ def is_pretrained(model: nn.Module) -> bool:
     return is_new and isinstance(unwrapped(model), found.PreTrainedModel)  # type: ignore[union-attr]
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether it is a peft model."""
-    return "peft" in sys.modules and isinstance(unwrapped(model), sys.modules["peft"].PeftModel)
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers that clean FQNs leave out."""
     while inner := next((each for name in WRAPPERS if (each := model._modules.get(name)) is not None), None):
@@ -216,12 +211,3 @@ def plan_save(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str]
     specs = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     groups = _grouped(converters, grouped, model, specs)
     return renamed, [(each, {name: core.apply_renamings(name, renamings) for name in each.targets}) for each in groups]
-
-
-def described_config(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-    """Copy a model's configuration, with the class that ``from_pretrained`` and inference engines look for."""
-    config: Any = copy.copy(vars(model)["config"])
-    config.architectures = [plain_class(model).__name__]
-    if dtype is not None:
-        config.dtype = str(dtype).removeprefix("torch.")
-    return config

@@ -30,7 +30,7 @@ from shardkit.checkpoint.torch_files import SUFFIXES, Shapes, TorchFiles, rank_f
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
 from shardkit.shards import as_sharded, local_value
-from shardkit.state.load import writable
+from shardkit.state.load import KeyMap, Request, among_floats, plan_load, raise_listed, rename, writable
 from shardkit.state.model import ModelState, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
     OptimizerState,
@@ -41,14 +41,6 @@ from shardkit.state.optimizer import (
     sharded_optimizer_state_dict,
 )
 from shardkit.state.optimizer_load import install, mismatches, other_classes, room_for, with_rooms
-from shardkit.state.plan import (
-    KeyMap,
-    Request,
-    among_floats,
-    plan_load,
-    raise_listed,
-    rename,
-)
 
 logger = logging.getLogger("shardkit")
 

@@ -26,8 +26,6 @@ from shardkit.checkpoint.hub import (
     Group,
     HubFiles,
     check_float8,
-    described_config,
-    is_adapted,
     is_pretrained,
     plain_class,
     plan_save,
@@ -41,17 +39,16 @@ from shardkit.checkpoint.write import (
     check_written,
     create_files,
     described,
+    held_parts,
     laid_out,
-    owned,
     write_parts,
     written_dtype,
 )
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
 from shardkit.ranks import Groups, groups_of, together
 from shardkit.state.boxes import BUCKET, gather, model_group
-from shardkit.state.load import Room, live_state
+from shardkit.state.load import IncompatibleKeys, KeyMap, LoadPlan, Request, Room, live_state, plan_load
 from shardkit.state.model import checked_state, first_names, model_state
-from shardkit.state.plan import IncompatibleKeys, KeyMap, LoadPlan, Request, plan_load
 
 # The files that a save writes into a directory, including those of an earlier save of more files.
 _OURS = re.compile(
@@ -230,7 +227,9 @@ class Export(NamedTuple):
             auto = {"base_model_class": plain_class(base).__name__, "parent_library": plain_class(base).__module__}
             config.save_pretrained(place, auto_mapping_dict=auto if config.task_type is None else None)
             return
-        config = described_config(model, dtype or model.dtype)
+        config = copy.copy(vars(model)["config"])
+        config.architectures = [plain_class(model).__name__]  # which from_pretrained and inference engines look for
+        config.dtype = str(dtype or model.dtype).removeprefix("torch.")
         config.save_pretrained(place)
         if model.can_generate():
             model.generation_config.save_pretrained(place)
@@ -242,7 +241,7 @@ def plan_export(model: nn.Module) -> Export:
     """Plan a transformers or peft model in the hub's layout. Local, pure; raises for other and quantized models."""
     bare: Any = unwrapped(model)
     tensors = model_state(model).tensors
-    if is_adapted(model):
+    if "peft" in sys.modules and isinstance(bare, sys.modules["peft"].PeftModel):
         return _export_adapter(bare, tensors)
     if not is_pretrained(model) or getattr(bare, "_hf_peft_config_loaded", False):
         problem = f"must be of transformers 5, or of peft, got {plain_class(bare).__name__}"
@@ -277,7 +276,8 @@ def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> Export:
 def _write(place: Path, files: list[File], export: Export, groups: Groups) -> None:
     """Fill all files: each rank with its own parts of tensors, and in turn with what conversions make. Collective."""
     ranks = ranks_of(groups)
-    parts = [(export.renamed[n], part) for n, part in owned(export.sources, ranks).items() if n in export.renamed]
+    own = held_parts(export.sources, ranks).get("", {})
+    parts = [(export.renamed[n], part) for n, part in own.items() if n in export.renamed]
 
     def write_own() -> Written:
         place.mkdir(parents=True, exist_ok=True)

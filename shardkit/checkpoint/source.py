@@ -23,10 +23,9 @@ from shardkit._torch.dispatch import tree_map
 from shardkit.checkpoint.format import Spec
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import local_value
-from shardkit.state.load import unwritten
+from shardkit.state.load import LoadPlan, Request, check_ties, same_values, unwritten
 from shardkit.state.model import is_extra
 from shardkit.state.optimizer import renamed_state
-from shardkit.state.plan import LoadPlan, Request, check_ties, same_values
 
 # The keys under which programs save a model and an optimizer.
 MODEL_NAMES = ("model", "model_state_dict", "model_state", "state_dict", "module")

@@ -6,7 +6,6 @@ and rebuild the optimizer. All else that it does with that type is right: ``no_s
 
 from __future__ import annotations
 
-import functools
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -52,7 +51,7 @@ def keep_sharded(runner: Runner) -> Runner:
         runner.is_fsdp_enabled = True  # type: ignore[attr-defined]  # transformers keeps what the state said at first
     _set_fsdp2(accelerator)
     accelerator.native_amp = False  # no autocast: the plan's MixedPrecisionPolicy casts
-    accelerator.prepare = functools.partial(_prepare, accelerator)
+    accelerator.prepare = partial(_prepare, accelerator)
     return runner
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.trace import fake_copy, hook_unit
+from shardkit.memory.trace import fake_copy, hook_unit, tensors_of
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 
@@ -49,6 +49,9 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
     if uses.written:
         fix = "make it a buffer (docs/what-fsdp2-does-to-your-forward.md)"
         notes.append(f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}")
+    if uses.filled:
+        fix = "return it, or keep it inside one unit (docs/what-fsdp2-does-to-your-forward.md)"
+        notes.append(f"{listing(uses.filled, 4)}: written into by the unit, which gets a copy from FSDP2; {fix}")
     return replace(plan, order=order, notes=(*plan.notes, *notes))
 
 
@@ -80,33 +83,55 @@ def _problem(unit: str, params: Mapping[str, str]) -> str:
     return message(listing(params), f"{verb} used in {inside} while the unit {unit} is not gathered", rule, fix)
 
 
+def _containers(tree: Any) -> Iterator[Any]:
+    """Yield the lists and dicts in an argument; FSDP2 copies those with tensors that require grad, or that it casts."""
+    if isinstance(tree, (list, dict)):
+        yield tree
+    if isinstance(tree, (list, dict)) or type(tree) is tuple:
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _containers(each)
+
+
+def _entries(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
 class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the parameters that operators read while FSDP2 would not have gathered their unit."""
 
     def __init__(self, owned: Mapping[int, tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.outside: dict[
-            str, dict[str, str]
-        ] = {}  # by unit and FQN of a parameter: the unit that ran when it was read
+        self.outside: dict[str, dict[str, str]] = {}  # by unit and FQN of a parameter: what ran when it was read
         self.called: dict[str, None] = {}  # units that ran, in order
         self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
         self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into
+        self.filled: dict[str, None] = {}  # lists and dicts among a unit's inputs that it wrote into
         self._owned = owned  # FQN and unit of each parameter, by id
         self._running: list[str] = []
         self._kept: set[str] = set()
 
     def watch(self, unit: ShardUnit, modules: Sequence[nn.Module]) -> None:
         """Take a unit for gathered from before its first module runs until all have run, or to the end if it stays."""
+        held: list[tuple[str, Any, list[Any]]] = []
 
         def enter(inputs: Any) -> Any:
             self._running.append(unit.name)
             self.called.setdefault(unit.name)
             if unit.reshard_after_forward is False:
                 self._kept.add(unit.name)
+            casts = unit.mp_policy.cast_forward_inputs and unit.mp_policy.param_dtype is not None
+            named = {f"argument {at}": each for at, each in enumerate(inputs[0])} | inputs[1]
+            for key, container in ((key, each) for key, tree in named.items() for each in _containers(tree)):
+                if casts or any(tensor.requires_grad for tensor in tensors_of(container)):
+                    held.append((key, container, _entries(container)))
             return inputs
 
         def leave(output: Any) -> Any:
             self._running.remove(unit.name)
+            for key, container, before in held:
+                if list(map(id, before)) != list(map(id, _entries(container))):
+                    self.filled[f"{unit.name} ({key})"] = None
+            held.clear()
             return output
 
         hook_unit(unit, modules, enter, leave)

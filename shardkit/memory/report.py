@@ -21,7 +21,7 @@ from shardkit.memory.estimate import Measured, base_plan, buffer_bytes, estimate
 from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes, Point, Prediction
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
-from shardkit.planning.named import named_model
+from shardkit.planning.build import named_model
 
 _HELD = ("parameters", "gradients", "optimizer", "unsharded")
 

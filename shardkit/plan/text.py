@@ -32,7 +32,10 @@ def table(plan: PlanData) -> str:
     shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
     right = ("parameters", "bytes")
     lines = aligned(list(zip(*shown, strict=True)), [at for at, (title, *_) in enumerate(shown) if title not in right])
-    return "\n".join([_headline(plan), "", *lines, "", *_footer(plan)])
+    numel, size = sum(spec.numel for spec in plan.params), sum(spec.nbytes for spec in plan.params)
+    headline = f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}"
+    headline += f", {nbytes(plan.held_bytes())} of {nbytes(size)} on each rank"
+    return "\n".join([headline, "", *lines, "", *_footer(plan)])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
@@ -45,26 +48,19 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     ]
 
 
-def _headline(plan: PlanData) -> str:
-    numel, size = sum(spec.numel for spec in plan.params), sum(spec.nbytes for spec in plan.params)
-    parameters = f"{count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}"
-    return f"ShardingPlan: {parameters}, {nbytes(plan.held_bytes())} of {nbytes(size)} on each rank"
-
-
 def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
     unit, specs = units[0], plan.specs_of(units[0])
     each = " each" if len(units) > 1 else ""
     mp_policy = mp_policy_to_dict(unit.mp_policy)
     computes = str(mp_policy.get("param_dtype", "stored dtype")) if mp_policy else ""
     computes += f", reduces in {mp_policy['reduce_dtype']}" if "reduce_dtype" in mp_policy else ""
-    trained = sorted({dtype_name(spec.dtype) for spec in specs if spec.trainable})
-    frozen = sorted({dtype_name(spec.dtype) + " frozen" for spec in specs if not spec.trainable})
+    dtypes = sorted({(not spec.trainable, dtype_name(spec.dtype)) for spec in specs})
     split = " x ".join(f"{name}={size}" for name, size in plan.mesh.splits(unit.mesh).items())
     return [
         unit.name if len(units) == 1 else f"{unit.name} .. {units[-1].name}",
         count(sum(spec.numel for spec in specs)) + each if specs else "-",
         nbytes(sum(spec.nbytes for spec in specs)) + each if specs else "-",
-        ", ".join([*trained, *frozen]),
+        ", ".join(dtype + " frozen" * is_frozen for is_frozen, dtype in dtypes),
         computes,
         _RESHARDS.get(repr(unit.reshard_after_forward), f"to {unit.reshard_after_forward} ranks"),
         "CPU" if unit.offloads else "",
@@ -81,24 +77,26 @@ def _blocks(unit: ShardUnit, setting: bool | str) -> str:
 
 
 def _footer(plan: PlanData) -> list[str]:
+    tiles: dict[str, list[str]] = {}
+    for fqn, number in plan.tiles:
+        tiles.setdefault(f"in {number} tiles of tokens", []).append(fqn or "(root)")
+    listed = {
+        "the root keeps": plan.units[-1].params if plan.units else (),
+        "ignored": plan.ignored,
+        "replicated, gradients reduced": plan.replicated,
+        "prefetch": [f"{plan.prefetch} units ahead"] * bool(plan.prefetch),
+        "ranks may skip": [unit.name for unit in plan.units if unit.may_skip],
+        **tiles,
+        "methods that gather": plan.forward_methods,
+    }
     counts = plan.collectives()
-    kept = plan.units[-1].params if plan.units else ()
-    lines = [f"tied: {' = '.join((spec.fqn, *spec.aliases))}" for spec in plan.params if spec.aliases]
-    lines += [f"the root keeps: {listing(kept, 6)}"] * bool(kept)
-    lines += [f"ignored: {listing(plan.ignored, 6)}"] * bool(plan.ignored)
-    lines += [f"replicated, gradients reduced: {listing(plan.replicated, 6)}"] * bool(plan.replicated)
-    lines += [f"prefetch: {plan.prefetch} units ahead"] * bool(plan.prefetch)
-    skipped = [unit.name for unit in plan.units if unit.may_skip]
-    lines += [f"ranks may skip: {listing(skipped, 6)}"] * bool(skipped)
-    for number in dict.fromkeys(dict(plan.tiles).values()):
-        names = [fqn or "(root)" for fqn, each in plan.tiles if each == number]
-        lines.append(f"in {number} tiles of tokens: {listing(names, 6)}")
-    lines += [f"methods that gather: {listing(plan.forward_methods, 6)}"] * bool(plan.forward_methods)
-    lines.append(
+    return [
+        *(f"tied: {' = '.join((spec.fqn, *spec.aliases))}" for spec in plan.params if spec.aliases),
+        *(f"{title}: {listing(names, 6)}" for title, names in listed.items() if names),
         f"one forward and backward: {counts.all_gathers} all-gathers, "
-        f"{counts.reduce_scatters} reduce-scatters, {counts.all_reduces} all-reduces"
-    )
-    return lines + [f"note: {note}" for note in plan.notes]
+        f"{counts.reduce_scatters} reduce-scatters, {counts.all_reduces} all-reduces",
+        *(f"note: {note}" for note in plan.notes),
+    ]
 
 
 def fold(units: Sequence[ShardUnit], key: Callable[[ShardUnit], object]) -> list[list[ShardUnit]]:
@@ -133,8 +131,7 @@ def calls(unit: ShardUnit) -> tuple[object, ...]:
     """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
     dims = sorted(dim for _, dim in unit.shard_dims)
-    changed = unit.checkpoint_activations or unit.compile
-    inside = unit.blocks_inside if changed else ()
+    inside = unit.blocks_inside if unit.checkpoint_activations or unit.compile else ()
     return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, inside, unit.mesh, dims
 
 
@@ -235,6 +232,9 @@ def python(plan: PlanData) -> str:
     if any(children_first(replace(plan, units=tuple(chain(*runs))))):  # loops would shard a module before its child
         runs = [[unit] for unit in plan.units]
     lines = [*_header(plan), *_setup(plan), ""]
+    if skipped := [unit.name for unit in plan.units if unit.may_skip]:
+        where = f"each rank must call {listing(skipped, 6)} in every step, or the others wait"
+        lines.append(f"# Not in this code: may_skip, which torch lacks; {where}.")
     lines += [f"tile_forward({_module(_quoted(fqn))}, {tiles})" for fqn, tiles in plan.tiles]
     lines += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
@@ -314,9 +314,8 @@ def _run(plan: PlanData, run: Sequence[ShardUnit]) -> Iterator[str]:
     assert first is not None  # only counted units are folded into a run
     yield f"for i in range({first}, {first + len(run)}):"
     escaped = [[_quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in parts] for parts in around]
-    yield from (
-        "    " + line for line in _unit(plan, run[0], [f'f"{before}{{i}}{after}"' for before, after in escaped])
-    )
+    names = [f'f"{before}{{i}}{after}"' for before, after in escaped]
+    yield from ("    " + line for line in _unit(plan, run[0], names))
 
 
 def _unit(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> Iterator[str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -63,11 +67,7 @@ class Request:
 
 
 def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPlan:
-    """Return the plan for the model of ``tree`` as requested, on a mesh of that shape.
-
-    Raises:
-        PlanError: the rules do not fit the model or each other, or the plan is not valid.
-    """
+    """Return the plan as requested on a mesh of that shape; PlanError if rules do not fit, or the plan is not valid."""
     rules, settings = request.rules, request.settings
     check_settings("", vars(settings))
     left_alone = _ignored_fqns(tree, request.ignored_params or ())
@@ -107,12 +107,9 @@ def plan_of(
     methods: Iterable[str] = (),
     others: Iterable[str] = (),
 ) -> ShardingPlan:
-    """Return the plan whose units are ``selections``, the root among them.
+    """Return the plan whose units are ``selections``, the root among them; ``others`` are replicated too.
 
-    What FSDP2 cannot shard is replicated, and ``others`` too.
-
-    Raises:
-        PlanError: the selections split a tie or lie inside each other, or the plan is not valid.
+    Raises PlanError if the selections split a tie or lie inside each other, or the plan is not valid.
     """
     selections = _children_first(tree, selections)
     for axis in dict.fromkeys(each.overrides.get("mesh") for each in selections):
@@ -126,6 +123,10 @@ def plan_of(
         _unit(tree, selection, params, settings if selection.entries == (0,) else inner)
         for selection, params in zip(selections, owned, strict=True)
     )
+    if isinstance(methods, str):
+        problem, fix = f"must be a list of names, got the string {methods!r}", f"Pass forward_methods=[{methods!r}]"
+        raise PlanError(message("forward_methods", problem, "", fix))
+    generate = ["generate"] * callable(getattr(tree.modules[0], "generate", None))
     trained = sorted(fqn for fqn in left_alone if tree.params[fqn].requires_grad)
     note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
     split = {fqn for unit in units if unit.mesh and mesh.parts(unit.mesh) > 1 for fqn in unit.params}
@@ -138,7 +139,7 @@ def plan_of(
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
         replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
         prefetch=prefetch,
-        forward_methods=_forward_methods(tree, methods),
+        forward_methods=tuple(dict.fromkeys([*generate, *methods])),
         notes=(*notes, *[note] * bool(trained)),
     )
     plan = balanced(plan, split | tree.unsplit)
@@ -197,15 +198,6 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
     )
 
 
-def _forward_methods(tree: ModelTree, given: Iterable[str]) -> tuple[str, ...]:
-    """Return ``generate`` where the model has it, then the methods that the user named."""
-    if isinstance(given, str):
-        problem, fix = f"must be a list of names, got the string {given!r}", f"Pass forward_methods=[{given!r}]"
-        raise PlanError(message("forward_methods", problem, "", fix))
-    own = ["generate"] if callable(getattr(tree.modules[0], "generate", None)) else []
-    return tuple(dict.fromkeys([*own, *given]))
-
-
 def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Yield an error for each method that the plan names and that cannot gather parameters."""
     units = {id(tree.modules[tree.places[fqn]]) for unit in plan.units for fqn in unit.modules if fqn in tree.places}
@@ -220,3 +212,21 @@ def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         else:
             continue
         yield message("forward_methods", f"has {name!r}, {problem}", "Only units and the model can gather", fix)
+
+
+def named_model(given: str) -> nn.Module:
+    """Return the model that a command line names, on meta: of a factory, or of a transformers config; or PlanError."""
+    try:
+        with torch.device("meta"):
+            if Path(given).exists():
+                import transformers
+
+                config = transformers.AutoConfig.from_pretrained(given)
+                return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+            name, _, attribute = given.partition(":")
+            model: nn.Module = operator.attrgetter(attribute)(importlib.import_module(name))()
+            return model
+    except Exception as error:  # whatever the user's code raises
+        problem = f"{given} cannot be built ({type(error).__name__}: {error})"
+        rule = "It must be package.module:factory, a callable without arguments, or a config.json of transformers"
+        raise PlanError(message("model", problem, rule, "Check that it can be imported from here")) from error

@@ -37,7 +37,7 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     inside.update(*(range(entry + 1, tree.ends[entry]) for entry in tree.instances(nn.ModuleList)))
     outside = [entry for entry in range(len(tree.modules)) if entry not in inside]
 
-    head = _find_head(tree, blocks, outside)
+    head = _find_head(tree, outside)
     embedding = _find_input_embedding(tree, blocks, outside, head)
     tail = _find_tail(tree, blocks, outside, head)
     units = _join_small(tree, blocks)
@@ -93,11 +93,11 @@ def _find_large(tree: ModelTree, blocks: Blocks, outer: int, taken: Collection[i
             below = _find_large(tree, blocks, entry, taken)
             around = any(each in taken for each in tree.subtree(entry)) or not is_called(tree, entry)
             cut = around or (len(below) > 1 and blocks.numel[entry] > blocks.limit)
-            found += below if cut else [entry] if entry in tree.first_entries else []
+            found += below if cut else [entry] * (tree.firsts[entry] == entry)
     return found
 
 
-def _find_head(tree: ModelTree, blocks: Blocks, outside: list[int]) -> int | None:
+def _find_head(tree: ModelTree, outside: list[int]) -> int | None:
     """Return the output layer: the one that the model names, else the model's last layer if it is a Linear."""
     declared = _declared(tree, "get_output_embeddings", outside)
     if declared is not None:
@@ -206,20 +206,14 @@ class Blocks:
         """Return the outermost blocks; one above the limit is cut into blocks inside it."""
         return [unit for block in self.outermost for unit in self._cut(block)]
 
-    def _cut(self, block: int) -> Iterator[int]:
+    def _cut(self, block: int) -> list[int]:
         inside = self._inside(block) if self.numel[block] > self.limit else []
-        for inner in inside:
-            yield from self._cut(inner)
-        rest = self.numel[block] - self.size(inside)
-        if rest >= CUT_REST * self.numel[0] or not inside:
-            yield block  # around the inner ones, for what is not in them, such as a stage's downsampling
+        rest = self.numel[block] - self.size(inside)  # what is not in the inner ones, such as a stage's downsampling
+        around = [block] * (not inside or rest >= CUT_REST * self.numel[0])
+        return [unit for inner in inside for unit in self._cut(inner)] + around
 
-    def _smallest(self, block: int) -> Iterator[int]:
-        inside = self._inside(block)
-        for inner in inside:
-            yield from self._smallest(inner)
-        if not inside:
-            yield block
+    def _smallest(self, block: int) -> list[int]:
+        return [smallest for inner in self._inside(block) for smallest in self._smallest(inner)] or [block]
 
     def _inside(self, block: int) -> list[int]:
         """Return the blocks that a block can be cut into: siblings of one class that are most of it; else none."""

@@ -25,7 +25,7 @@ def join_ties(
     """
     notes: list[str] = []
     while tree.ties:  # each round joins a tie or dissolves a unit; in the end the root owns everything
-        split = assign(tree, [selection.entries for selection in selections], ignored).split
+        split = assign(tree, [selection.entries for selection in selections], ignored)[1]
         if not split:
             break
         selections, new_notes = _join(tree, selections, owners(tree, split[0]))
@@ -44,7 +44,8 @@ def _join(tree: ModelTree, selections: list[Selection], sharing: Iterable[int]) 
         names = listing(tree.fqns[entry] for each in gone for entry in each.entries)
         note = f"{names}: shares a parameter with the root, so the root gathers it"
         return [each for each in selections if each not in gone], [note]
-    gone = [each for each in owning if any(_inside(tree, modules, entry) for entry in each.entries)]
+    inside = {below for module in modules for below in tree.subtree(module)}
+    gone = [each for each in owning if not inside.isdisjoint(each.entries)]
     entries = _outermost(tree, {*modules, *(entry for each in gone for entry in each.entries)})
     settings = (gone or [each for each in owning if 0 not in each.entries] or owning)[0].overrides
     joined = Selection(tuple(entries), settings, reshard=all(each.reshard for each in gone))
@@ -62,15 +63,11 @@ def _called_around(tree: ModelTree, entry: int) -> set[int]:
     return set().union(*(_called_around(tree, outer) for outer in around))
 
 
-def _inside(tree: ModelTree, modules: Iterable[int], entry: int) -> bool:
-    return any(tree.contains(module, entry) for module in modules)
-
-
 def _outermost(tree: ModelTree, entries: Iterable[int]) -> list[int]:
     """Drop the entries inside another one."""
     found: list[int] = []
-    for entry in sorted(entries):  # pre-order: the outer one comes first
-        if not _inside(tree, found, entry):
+    for entry in sorted(entries):  # pre-order: the outer one comes right before those inside it
+        if not found or not tree.contains(found[-1], entry):
             found.append(entry)
     return found
 
@@ -85,7 +82,7 @@ def split_dtypes(
     """
     taken_out: list[int] = []
     while not tree.trains_one_dtype:
-        params = assign(tree, [selection.entries for selection in selections], ignored).params
+        params, _ = assign(tree, [selection.entries for selection in selections], ignored)
         new = [
             Selection(tuple(entries), selection.overrides, selection.reshard)
             for selection, owned in zip(selections, params, strict=True)
@@ -128,7 +125,7 @@ def inseparable_dtypes(tree: ModelTree, selections: list[Selection], ignored: fr
     Their module is not called, such as a router, or trains both dtypes, such as Mamba's mixer with its ``A_log``.
     """
     found: list[str] = []
-    units = [] if tree.trains_one_dtype else assign(tree, [each.entries for each in selections], ignored).params
+    units = [] if tree.trains_one_dtype else assign(tree, [each.entries for each in selections], ignored)[0]
     for fqn in (fqn for owned in units for fqns in [*_by_dtype(tree, owned).values()][1:] for fqn in fqns):
         entry = tree.places[fqn.rpartition(".")[0]]
         if not is_called(tree, entry) or len(tree.trained_dtypes(entry)) > 1:

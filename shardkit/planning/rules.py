@@ -151,16 +151,14 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
 def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
     """Return the selections of all rules; the first match wins, for units and for tiles.
 
-    Raises:
-        PlanError: a rule matches nothing or nothing that is left, two rules claim one module for different
-            groups, a module has no forward, or an override is unknown.
+    Raises PlanError: a rule matches nothing that is left, or a module without forward; a setting is unknown.
     """
     selections: list[Selection] = []
     units: dict[int, str] = {}  # the text of the rule that took each entry
     tiles: dict[int, str] = {}
     for rule in map(as_rule, rules):
         found = rule.select(tree, frozenset(units))
-        found = [new for new in found if any(not entry or tree.params_below(entry) for entry in new.entries)]
+        found = [new for new in found if any(not e or any(tree.owned[e : tree.ends[e]]) for e in new.entries)]
         if not found:
             raise PlanError(_no_match(rule.text, tree, "matches no module that has parameters"))
         taken = units if found[0].tiles is None else tiles

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from inspect import unwrap
 from itertools import chain, zip_longest
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -58,15 +58,15 @@ class ModelTree:
         first = seen.setdefault(id(module), entry)
         if first != entry and module in self._around(parent):
             return  # a module that is its own descendant: torch's named_modules() stops here too
-        prefix = fqn + "." if fqn else ""
+        prefix, params, children = fqn + "." if fqn else "", module._parameters, module._modules
         self.fqns.append(fqn)
         self.modules.append(module)
         self.parents.append(parent)
         self.firsts.append(first)
-        self.owned.append(self._register(prefix, module) if module._parameters else ())
+        self.owned.append(self._register(prefix, params) if params else ())
         self.ends.append(entry + 1)
-        if module._modules:
-            for name, child in module._modules.items():
+        if children:
+            for name, child in children.items():
                 if child is not None:
                     self._walk(prefix + name, child, entry, seen)
             self.ends[entry] = len(self.fqns)
@@ -77,9 +77,9 @@ class ModelTree:
             yield self.modules[entry]
             entry = self.parents[entry]
 
-    def _register(self, prefix: str, module: nn.Module) -> list[str]:
+    def _register(self, prefix: str, params: dict[str, nn.Parameter | None]) -> list[str]:
         owned: list[str] = []
-        for name, param in module._parameters.items():
+        for name, param in params.items():
             if param is not None:
                 alias = prefix + name
                 first = self.names.setdefault(id(param), alias)
@@ -167,10 +167,6 @@ class ModelTree:
         """Whether ``inner`` is ``outer`` or below it."""
         return outer <= inner < self.ends[outer]
 
-    def params_below(self, entry: int) -> set[str]:
-        """The parameters at or below ``entry``."""
-        return {fqn for below in self.subtree(entry) for fqn in self.owned[below]}
-
     def trained_dtypes(self, *entries: int) -> set[torch.dtype]:
         """The dtypes of the parameters that require grad and that these modules register themselves."""
         specs = (self.specs[fqn] for entry in entries for fqn in self.owned[entry])
@@ -183,17 +179,13 @@ def _element_bytes(param: torch.Tensor) -> float:
     return float(sum(getattr(param, name).nbytes for name in inner)) / max(1, param.numel())
 
 
-class Ownership(NamedTuple):
-    """The parameters of each unit, and the tied parameters that more than one unit would have to own."""
+def assign(
+    tree: ModelTree, units: Sequence[Sequence[int]], ignored: Set[str] = frozenset()
+) -> tuple[list[list[str]], list[str]]:
+    """Return what a series of ``fully_shard`` calls would own, and the tied parameters that several of them would.
 
-    params: list[list[str]]  # of each unit, FQNs in torch's order: children before parents
-    split: list[str]  # FQNs
-
-
-def assign(tree: ModelTree, units: Sequence[Sequence[int]], ignored: Set[str] = frozenset()) -> Ownership:
-    """Return what a series of ``fully_shard`` calls would own: each parameter belongs to the innermost unit around it.
-
-    This is torch's rule, on names. ``units`` are the entries of each unit's modules, the root among them.
+    Each parameter belongs to the innermost unit around it, in torch's order, children before parents: torch's rule, on
+    names. ``units`` are the entries of each unit's modules, the root among them.
     """
     around = unit_of_entries(tree, units)
     owner: dict[str, int] = {}
@@ -205,7 +197,7 @@ def assign(tree: ModelTree, units: Sequence[Sequence[int]], ignored: Set[str] = 
     params: list[list[str]] = [[] for _ in units]
     for fqn, unit in owner.items():
         params[unit].append(fqn)
-    return Ownership(params, list(split))
+    return params, list(split)
 
 
 def unit_of_entries(tree: ModelTree, units: Sequence[Sequence[int]]) -> list[int]:

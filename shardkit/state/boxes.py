@@ -80,6 +80,9 @@ class ModelGroup:
         return group
 
 
+EACH_ALONE = ModelGroup((), None)  # each rank by itself, which has all that is written
+
+
 def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
     """Return the ranks that hold a model's tensors, or all; raise if no mesh has the ranks of all others. Local."""
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
@@ -291,12 +294,16 @@ def _gather_boxes(
 def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
     """Write full tensors that the root has into shards. In place, collective; every rank passes the same moves.
 
-    One replica is sent boxes, and broadcasts them. Plain tensors, and those on slices of the mesh, are sent whole.
+    One replica is sent boxes, and broadcasts them. Plain tensors, and those on slices of the mesh, are sent whole. With
+    ``EACH_ALONE`` every rank has the full tensors, and nothing is sent.
     """
     group, moves = ranks.connect(), list(moves)
     for batch, device, bucket in buckets(((move, move.target, move.dtype) for move in moves), group):
         replicated = []
         for like, full, dtype in bucket:
+            if group is None:
+                _write(like, full)
+                continue
             sent = min(like.dtype, dtype, key=_by_size)
             if isinstance(like, DTensor) and in_boxes(like) and like.device_mesh.size() == len(ranks.ranks):
                 _scatter_boxes(like, full, sent, batch, ranks.root)
@@ -304,7 +311,7 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
                 continue
             full = torch.empty(like.shape, dtype=sent, device=device) if full is None else full
             full = full.to(device, sent).contiguous()
-            if group is not None and full.numel():
+            if full.numel():
                 dist.broadcast(as_bytes(full), ranks.root, group=group)
             _write(like, full)
         batch.run()
@@ -340,15 +347,6 @@ def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.devic
             work.wait()
             if sent is not own:
                 own.copy_(sent)
-
-
-@torch.no_grad()
-def cut_all(moves: Iterable[Move]) -> None:
-    """Write this rank's part of full tensors, which every rank has, into their targets. In place, local."""
-    moves = list(moves)
-    for move in moves:
-        _write(move.target, move.full)
-    torch.autograd.graph.increment_version([move.target for move in moves])
 
 
 def _write(target: Tensor, full: Tensor | None) -> None:

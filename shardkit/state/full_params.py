@@ -13,7 +13,7 @@ from shardkit import _fsdp
 from shardkit._fsdp.states import without_hooks
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
-from shardkit.state.boxes import Move, cut_all, gather, model_group, scatter
+from shardkit.state.boxes import EACH_ALONE, Move, gather, model_group, scatter
 from shardkit.state.model import parameter_names, refuse_meta
 
 
@@ -71,7 +71,7 @@ def full_params(
         if writeback:
             found |= {f"grad of {names[p]}": getattr(found[names[p]], "grad", None) for p in grads if found}
             moves = _moves(shards, found)
-    scatter(moves, ranks) if rank0_only else cut_all(moves)
+    scatter(moves, ranks if rank0_only else EACH_ALONE)
 
 
 def _gathered(

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value, replicated
-from shardkit.state.boxes import Move, cut_all, model_group, scatter, share
-from shardkit.state.load import Source, load_groups, unwritten
+from shardkit.state.boxes import EACH_ALONE, Move, model_group, scatter, share
+from shardkit.state.load import Source, Spec, load_groups, raise_listed, unwritten
 from shardkit.state.model import clean_name, parameter_names
 from shardkit.state.optimizer import (
     CLASS,
@@ -32,7 +32,6 @@ from shardkit.state.optimizer import (
     values_of,
     with_leaves,
 )
-from shardkit.state.plan import Spec, raise_listed
 
 _NO_OPTIONS = ("params", "param_names", OTHERS, CLASS)
 
@@ -69,13 +68,12 @@ def load_full_optimizer_state_dict(
     with together(groups, call="load_full_optimizer_state_dict") as poll:
         poll.same = {"src": src}
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
-        ranks = model_group(names)
-        given = _checked(state_dict) if src == "all" or ranks.is_root else {"state": {}}
+        ranks = model_group(names) if src == "rank0" else EACH_ALONE
+        given = _checked(state_dict) if ranks.is_root else {"state": {}}
         state: dict[str, Any] = with_leaves(given["state"], lambda _, t: values_of(t) if is_quantized(t) else t)
         described = {**given, "state": with_leaves(state, lambda _, full: Spec(full.dtype, full.shape))}
-        packed = pickle.dumps(described) if src == "rank0" else b""
-    if src == "rank0":
-        described = pickle.loads(share(packed, ranks))
+        packed = pickle.dumps(described)
+    described = pickle.loads(share(packed, ranks))
     with together(groups):
         _check(optimizers, names, described)
         params, present = {name: param for param, name in names.items()}, _present(model, optimizers)
@@ -84,7 +82,7 @@ def load_full_optimizer_state_dict(
     specs = sorted(tensor_leaves(described["state"], lambda value: isinstance(value, Spec)).items())  # one order on all
     targets = tensor_leaves(made)
     moves = [Move(targets[path], fulls.get(path), spec.dtype) for path, spec in specs]
-    cut_all(moves) if src == "all" else scatter(moves, ranks)
+    scatter(moves, ranks)
     made = with_leaves(made, lambda path, values: quantized_into(values, there.get(path)))
     install(optimizers, names, described | {"state": made})
 

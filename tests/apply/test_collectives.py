@@ -1,4 +1,4 @@
-"""What a plan predicts is what torch does, in a step and in one of several micro-batches, counted in a fake world."""
+"""What a plan predicts is what torch does, in a step and in one of several micro-batches, on 8 fake ranks."""
 
 import itertools
 

@@ -54,32 +54,32 @@ def test_a_plan_made_on_a_laptop_says_which_mesh_each_unit_is_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "axis", "found"),
+    ("mesh", "axes", "found"),
     [
-        (spec(2, 2, 2), "ep", "must be one of the first two axes of dp_replicate=2 x (efsdp=2 x ep=2)"),
-        (spec(2, 2), "fsdp", "must be one of the first two axes of efsdp=2 x ep=2"),
-        (spec(2, 2), 1, "must be a str, got 1"),
+        (spec(2, 2, 2), ["ep"], "must be one of the first two axes of dp_replicate=2 x (efsdp=2 x ep=2)"),
+        (spec(2, 2), ["fsdp"], "must be one of the first two axes of efsdp=2 x ep=2"),
+        (spec(2, 2), [1], "must be a str, got 1"),
+        (spec(2, 2), ["efsdp", "ep"], "'ep' of efsdp=2 x ep=2, got 'efsdp'."),
     ],
 )
-def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axis: str, found: str) -> None:
+def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axes: list[str], found: str) -> None:
+    rules = [by_name(f"layers.{number}.experts", mesh=axis) for number, axis in enumerate(axes)]
     with pytest.raises(PlanError) as error:
-        plan_model(ExpertNet(), mesh=mesh, units=[by_name("layers.*.experts", mesh=axis)])
+        plan_model(ExpertNet(), mesh=mesh, units=rules)
     assert found in str(error.value)
 
 
-def test_rules_on_two_axes_are_refused() -> None:
-    rules = [by_name("layers.0.experts", mesh="efsdp"), by_name("layers.1.experts", mesh="ep")]
-    with pytest.raises(PlanError, match=r"'ep' of efsdp=2 x ep=2, got 'efsdp'\."):
-        plan_model(ExpertNet(), mesh=spec(2, 2), units=rules)
-
-
-@pytest.mark.parametrize(("shape", "reduction"), [((2, 2), "mean"), ((1, 4), "sum"), ((2, 1, 2), "mean")])
+@pytest.mark.parametrize(
+    ("shape", "reduction", "dim"),
+    [((2, 2), "mean", None), ((1, 4), "sum", None), ((2, 1, 2), "mean", None), ((2, 2), "mean", 1)],
+)
 @distributed(world_size=4, backend="gloo")
-def test_training_is_that_of_one_process(shape, reduction):
+def test_training_is_that_of_one_process(shape, reduction, dim):
     """Gradients, the norm, and three steps of AdamW; one rank has no token, the others have different numbers."""
     mesh = mesh_of(shape, *AXES[-len(shape) :])
     model = ExpertNet().split(mesh["ep"])
-    plan = expert_plan(model, mesh)
+    rules = RULES if dim is None else [by_name("layers.*.experts", mesh="efsdp", shard_dim=dim), RULES[1]]
+    plan = plan_model(model, mesh=mesh, units=rules)
     apply_plan(model, plan, mesh)
     set_gradient_reduction(model, reduction)
     with comm_counts() as counts:
@@ -88,16 +88,7 @@ def test_training_is_that_of_one_process(shape, reduction):
     predicted = plan.collectives()
     assert (counts.all_gathers, counts.reduce_scatters) == (predicted.all_gathers, predicted.reduce_scatters)
     model.zero_grad()
-    assert train_both(model, ExpertNet()) <= 1e-15
-
-
-@distributed(world_size=4, backend="gloo")
-def test_experts_on_another_dim_than_the_first_train_alike():
-    mesh = mesh_of((2, 2), "efsdp", "ep")
-    model = ExpertNet().split(mesh["ep"])
-    rules = [by_name("layers.*.experts", mesh="efsdp", shard_dim=1), RULES[1]]
-    shard_model(model, mesh=mesh, units=rules)
-    assert [place.dim for place in model.layers[0].experts.weight.placements] == [1, 0]
+    assert model.layers[0].experts.weight.placements[-2].dim == (dim or 0)
     assert train_both(model, ExpertNet()) <= 1e-15
 
 

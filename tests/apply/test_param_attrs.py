@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from refusals import refused
-from small_models import Decoder, step
+from small_models import Decoder, sharded, step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit import init_on_meta, materialize, shard_model
+from shardkit import shard_model
 from shardkit.testing import distributed, fake_world
 
 
@@ -33,12 +33,7 @@ def marked() -> nn.Module:
 @pytest.mark.parametrize("on_meta", [False, True])
 @distributed(world_size=2)
 def test_attributes(on_meta: bool) -> None:
-    if on_meta:
-        with init_on_meta():
-            model = marked()
-        materialize(shard_model(model))
-    else:
-        model = shard_model(marked())
+    model = sharded(marked, on_meta)
     assert [name for name, param in model.named_parameters() if getattr(param, "_no_weight_decay", False)] == [
         "0.weight"
     ]
@@ -59,27 +54,19 @@ def test_what_torch_keeps_there_stays() -> None:
 @pytest.mark.parametrize("on_meta", [False, True])
 @distributed(world_size=2)
 def test_post_accumulate_hooks_see_the_reduced_gradient(on_meta: bool) -> None:
-    seen = []
+    seen, handles = [], []
 
     def build() -> nn.Module:
         model = Decoder()
-        model.head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param))
+        handles.append(model.head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param)))
         return model
 
-    handle = None
-    if on_meta:
-        with init_on_meta():
-            model = build()
-        materialize(shard_model(model))
-    else:
-        model = Decoder()
-        handle = model.head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param))
-        shard_model(model)
+    model = sharded(build, on_meta)
     step(model)
     assert seen == [model.head.weight]
     assert isinstance(seen[0].grad, DTensor)
-    if handle is not None:
-        handle.remove()
+    if not on_meta:
+        handles[0].remove()
         step(model)
         assert len(seen) == 1
 

@@ -34,10 +34,7 @@ def assert_grads(net: nn.Module, expected: dict[str, torch.Tensor]) -> None:
 # Gradients.
 
 
-@pytest.mark.parametrize(
-    ("mesh", "reshard"),
-    [("fsdp", None), ("fsdp", 2), ("hsdp", True), ("ddp-like", None)],
-)
+@pytest.mark.parametrize(("mesh", "reshard"), [("fsdp", None), ("fsdp", 2), ("hsdp", True), ("ddp-like", None)])
 @distributed(world_size=4, backend="gloo")
 def test_integer_gradients_are_those_of_one_large_batch(mesh, reshard):
     plain, net = integer_net(), shard(integer_net(), MESHES[mesh], reshard_after_forward=reshard)
@@ -200,10 +197,7 @@ def test_a_root_that_torch_decides_on_inside_stays_decided():
 
 
 def test_what_is_no_module():
-    with (
-        pytest.raises(ShardkitError, match=r"^model .*list"),
-        no_sync([]),
-    ):
+    with pytest.raises(ShardkitError, match=r"^model .*list"), no_sync([]):
         pass
     with pytest.raises(ShardkitError, match=r"^model .*Adam"):
         zero_grad(torch.optim.Adam([torch.zeros(1)]))

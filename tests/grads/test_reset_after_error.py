@@ -18,13 +18,9 @@ from shardkit.grads import accumulate, reset_after_error
 from shardkit.optim import step_on_local_shards
 from shardkit.testing import distributed, fake_world
 
-ON_4_RANKS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "fewer ranks": {"reshard_after_forward": 2},
-    "hsdp": {"shape": MESHES["hsdp"]},
-}
-ON_2_RANKS: dict[str, dict[str, Any]] = {
-    "as by hand": {},
-    "reshard": {"reshard_after_forward": True},
+    "hsdp": {"shape": MESHES["hsdp"], "reshard_after_forward": True},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
 }
@@ -90,20 +86,10 @@ def fail(net: nn.Module, failing: Failing, where: str, ids: Tensor, **options: A
     failing.where = ""
 
 
-@pytest.mark.parametrize("settings", ON_2_RANKS)
-@distributed(world_size=2, backend="gloo")
-def test_the_next_step_is_that_of_a_model_that_never_failed(settings):
-    check_next_steps(ON_2_RANKS[settings])
-
-
-@pytest.mark.parametrize("settings", ON_4_RANKS)
+@pytest.mark.parametrize("settings", SETTINGS)
 @distributed(world_size=4, backend="gloo")
-def test_the_next_step_on_4_ranks_is_that_of_a_model_that_never_failed(settings):
-    check_next_steps(ON_4_RANKS[settings])
-
-
-def check_next_steps(settings):
-    (net, failing), (twin, _) = failing_net(settings), failing_net(settings)
+def test_the_next_step_is_that_of_a_model_that_never_failed(settings):
+    (net, failing), (twin, _) = failing_net(SETTINGS[settings]), failing_net(SETTINGS[settings])
     optimizers = [step_on_local_shards(torch.optim.AdamW(model.parameters(), lr=0.1)) for model in (net, twin)]
     sharded = list(net.parameters())
     dirty = 0

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from meshes import mesh_of, part_of
-from small_models import Decoder
+from small_models import Decoder, sharded
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit import init_on_meta, materialize, shard_model
 from shardkit._torch import named_sharded_parameters
 
 # On two ranks. The meshes replicate on two ranks, and shard on two beside a replicate axis of one.
@@ -76,11 +75,7 @@ def pair(build: Callable[[], nn.Module] = Decoder, **options: Any) -> tuple[nn.M
     torch.manual_seed(0)
     plain = build()
     torch.manual_seed(0)
-    if not options.pop("meta", False):
-        return plain, shard_model(build(), **options)
-    with init_on_meta():
-        model = build()
-    return plain, materialize(shard_model(model, **options))
+    return plain, sharded(build, **options)
 
 
 def tokens(seed: int = 0) -> Tensor:

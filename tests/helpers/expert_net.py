@@ -11,15 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardkit import (
-    ShardingPlan,
-    by_class,
-    by_name,
-    clip_grad_norm_,
-    global_token_count,
-    plan_model,
-    scale_loss,
-)
+from shardkit import ShardingPlan, by_class, by_name, clip_grad_norm_, global_token_count, plan_model, scale_loss
 
 EXPERTS, DIM = 8, 6
 TOKENS = (11, 5, 0, 7, 3, 12, 1, 2)  # of each rank

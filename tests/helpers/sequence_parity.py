@@ -119,19 +119,17 @@ def vision_language() -> nn.Module:
     return transformers.Qwen3VLForConditionalGeneration(config).double()
 
 
-def pictures(seed: int, length: int = 21) -> Batch:
-    """Two rows of text with one image each, of four tokens."""
+def pictures(seed: int, length: int = 21, image: bool = True) -> Batch:
+    """Two rows of text, with one image each of four tokens, or without."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 80, (2, length), generator=generator)
-    for row, start in enumerate((3, 8)):
+    for row, start in enumerate((3, 8) if image else ()):
         ids[row, start : start + 6] = torch.tensor([92, 90, 90, 90, 90, 93])
     labels = ids.masked_fill(ids >= 90, -100)
     labels[:, : 3 + seed] = -100
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "pixel_values": torch.randn(32, 96, generator=generator, dtype=torch.float64),
-        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
-        "mm_token_type_ids": (ids == 90).int(),
-        "attention_mask": torch.ones_like(ids),
-    }
+    batch: Batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    batch["mm_token_type_ids"] = (ids == 90).int()
+    if image:
+        batch["pixel_values"] = torch.randn(32, 96, generator=generator, dtype=torch.float64)
+        batch["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 4, 4]])
+    return batch

@@ -1,5 +1,6 @@
 """Small plain models for tests of planning; ``tests/helpers/zoo.py`` holds the ones that train."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
+
+from shardkit import init_on_meta, materialize, shard_model
+
+
+def keep_all(context: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy of selective checkpointing."""
+    return CheckpointPolicy.MUST_SAVE
 
 
 class Block(nn.Module):
@@ -39,9 +47,13 @@ class Decoder(nn.Module):
         return self.head(self.norm(x)).clone()  # torch 2.13 warns of modules that return a view
 
 
-def keep_all(context: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """A policy of selective checkpointing."""
-    return CheckpointPolicy.MUST_SAVE
+def sharded(build: Callable[[], nn.Module], meta: bool = False, **options: Any) -> nn.Module:
+    """What ``build`` makes, sharded, and with ``meta`` initialized on meta."""
+    if not meta:
+        return shard_model(build(), **options)
+    with init_on_meta():
+        model = build()
+    return materialize(shard_model(model, **options))
 
 
 def step(model: nn.Module, batch: int = 2) -> None:

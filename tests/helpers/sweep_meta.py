@@ -65,7 +65,7 @@ FIXES: dict[str, dict[str, Any]] = {
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "Gemma4AssistantForCausalLM": {
         "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    },
+    }
 }
 
 OTHERS = (
@@ -122,8 +122,8 @@ def causal_lms() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 
 
-def sweep(names: list[str], verdict: Callable[[str], tuple[str, str]]) -> None:
-    """Print a line for each model of which the verdict, a word and a detail, is not "equal", and the counts."""
+def sweep(names: list[str], verdict: Callable[[str], tuple[str, str]]) -> Counter[str]:
+    """Print a line for each model of which the verdict, a word and a detail, is not "equal", and return the counts."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     counts, begin = Counter[str](), time.perf_counter()
@@ -132,7 +132,8 @@ def sweep(names: list[str], verdict: Callable[[str], tuple[str, str]]) -> None:
         counts[kind] += 1
         if kind != "equal":
             print(f"{name}: {kind}: {detail}", flush=True)
-    print(f"of {counts.total()}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
+    print(f"of {counts.total()}: {dict(counts)}; {time.perf_counter() - begin:.0f} s", flush=True)
+    return counts
 
 
 def built_alike(name: str) -> tuple[str, str]:

@@ -6,11 +6,12 @@ Run by hand, about ten minutes: ``python tests/helpers/sweep_parity.py [name ...
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
+import math
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ import torch.distributed as dist
 import transformers
 from sweep_meta import builder, is_large, sweep
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from shardkit import shard_model
+from shardkit import plan_model, shard_model
 from shardkit.errors import ShardkitError
 from shardkit.testing import RankFailure, RankPool
+
+Shard = Callable[[nn.Module], nn.Module]
+ROUNDING = 1e-5  # of a tensor's largest element, after two steps
 
 
 def base_models() -> list[str]:
@@ -64,68 +69,99 @@ def inputs_of(model: nn.Module, seed: int) -> dict[str, Tensor]:
     return {name: made[name]() for name in taken}
 
 
-def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def square_of(outputs: Any) -> Tensor:
     """The mean square of every output that depends on parameters."""
-    leaves = tree_leaves(dict(model(**inputs)))
-    floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    floats = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([leaf.double().square().mean() for leaf in floats]).sum()
 
 
-def compare(plain: nn.Module) -> float:
-    """The largest difference of a parameter after two steps; 0.0 means equal bits.
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    return square_of(dict(model(**inputs_of(model, seed))))
+
+
+def compare(plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module, int], Tensor], lr: float = 0.1) -> float:
+    """The largest difference of a parameter after two steps, and of a buffer; 0.0 means equal bits.
 
     Over its largest element, or 0.01 where all are smaller: gradients that are zero but for rounding make biases so.
     """
-    sharded = shard_model(copy.deepcopy(plain))
-    sharded.set_reduce_scatter_unused_params(True)  # experts without a token on one of the ranks
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9) for model in (plain, sharded)]
     for step in range(2):
-        inputs = inputs_of(plain, 2 * step + dist.get_rank())
         weight = float(dist.get_rank() == step)  # one rank counts, so that the mean over the ranks is exact
         for model, optimizer in zip((plain, sharded), optimizers, strict=True):
-            torch.manual_seed(step)  # ViTMAE masks at random
+            torch.manual_seed(step)  # dropout, and ViTMAE masks at random
             scale = weight if model is sharded else weight / dist.get_world_size()
-            (loss_of(model, inputs) * scale).backward()
+            (loss(model, 2 * step + dist.get_rank()) * scale).backward()
             if model is plain:
                 for param in plain.parameters():  # a rank may have no gradient of an expert's
-                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                    dist.all_reduce(param.grad)
+                    if param.requires_grad:
+                        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                        dist.all_reduce(param.grad)
             optimizer.step()
             optimizer.zero_grad()
-    worst = 0.0
-    for mine, theirs in zip(plain.parameters(), sharded.parameters(), strict=True):
-        full = theirs.full_tensor() if isinstance(theirs, DTensor) else theirs
-        if not torch.equal(mine, full) and mine.numel():
-            worst = max(worst, float((mine - full).abs().max() / mine.abs().max().clamp(min=0.01)))
-    return worst
+    pairs = [*zip(plain.parameters(), sharded.parameters(), strict=True)]
+    pairs += [*zip(plain.buffers(), sharded.buffers(), strict=True)]
+    return max(difference(mine, theirs) for mine, theirs in pairs)
 
 
-def outcome(name: str) -> float | str | None:
-    """What ``compare`` says of a model, the text of a refusal, or None if it does not run unsharded. Collective."""
+def difference(mine: Tensor, theirs: Tensor) -> float:
+    full = theirs.full_tensor() if isinstance(theirs, DTensor) else theirs
+    if torch.equal(mine, full) or not mine.numel():
+        return 0.0
+    off = float((mine.double() - full.double()).abs().max() / mine.double().abs().max().clamp(min=0.01))
+    return off if math.isfinite(off) else math.inf  # max() passes over nan
+
+
+def by_hand(model: nn.Module) -> nn.Module:
+    """``fully_shard`` on the units of the default plan and nothing else."""
+    plan = plan_model(model)
+    ignored = {model.get_parameter(fqn) for fqn in (*plan.ignored, *plan.replicated)}
+    for unit in plan.units:
+        modules = [model.get_submodule(fqn) for fqn in unit.modules]
+        fully_shard(modules, reshard_after_forward=unit.reshard_after_forward, ignored_params=ignored)
+    return model
+
+
+def outcome(
+    build: Callable[[], nn.Module], loss: Callable[[nn.Module, int], Tensor], shard: Shard, lr: float = 0.1
+) -> tuple[str, str]:
+    """What becomes of a model, as a word and a detail. Collective; raises what torch raises."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     try:
-        torch.manual_seed(0)
-        model = builder(name)().eval()
-        loss_of(copy.deepcopy(model), inputs_of(model, 0)).backward()
-    except Exception:
-        return None
+        loss(build(), 0).backward()
+    except Exception as error:
+        return "not run", f"{type(error).__name__}: {str(error)[:300]}"
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
     try:
-        return compare(model)
+        sharded: Any = shard(build())  # not a copy, of which a lambda would call the first
+        sharded.set_reduce_scatter_unused_params(True)  # experts without a token on one of the ranks
+        off = compare(plain, sharded, loss, lr)
     except ShardkitError as error:
-        return str(error)[:400]
+        return "refused", str(error)[:400]
+    return "equal" if not off else "within rounding" if off < ROUNDING else "wrong", f"off by {off:.2g}"
 
 
-def verdict(pool: RankPool, name: str) -> tuple[str, str]:
-    try:
-        found = None if is_large(name) else pool.run(outcome, name)[0]
-    except RankFailure as failure:  # it ended the ranks, and the next model gets new ones
-        return "failed", str(failure)[-900:]
-    if not isinstance(found, float):
-        return ("not run", "") if found is None else ("refused", found)
-    return "equal" if not found else "within rounding" if found < 1e-5 else "different", str(found)
+def verdict(pool: RankPool, function: Callable[..., tuple[str, str]], *args: Any) -> tuple[str, str]:
+    """What ``function(*args, shard_model)`` finds; where that is bad, what it finds of ``by_hand`` too."""
+    found = []
+    for shard in (shard_model, by_hand):
+        try:
+            found.append(pool.run(function, *args, shard)[0])
+        except RankFailure as failure:  # it ended the ranks, and the next call gets new ones
+            found.append(("error", str(failure).strip().splitlines()[-1][:300]))
+        if found[0][0] not in ("refused", "wrong", "error"):
+            return found[0]
+    (word, detail), (by, how) = found
+    return word, f"{detail} (by hand {by}: {how})"
+
+
+def outcome_of(name: str, shard: Shard) -> tuple[str, str]:
+    return outcome(lambda: builder(name)().eval(), loss_of, shard)
 
 
 if __name__ == "__main__":
     with RankPool(2, timeout=300) as ranks:
-        sweep(sys.argv[1:] or base_models(), functools.partial(verdict, ranks))
+        names = [name for name in sys.argv[1:] or base_models() if not is_large(name)]
+        sweep(names, functools.partial(verdict, ranks, outcome_of))

@@ -11,29 +11,6 @@ from zoo_usual import VOCAB, WIDTH, Block, NanoGpt, blocks, next_token, run, tok
 # Parameters that are not like the others.
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(WIDTH, 12),
-        nn.ReLU(),
-        nn.Linear(12, 12),
-        nn.ReLU(),
-        nn.Linear(12, 12),
-        nn.ReLU(),
-        nn.Linear(12, 3),
-    )
-
-
-class RootParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.temperature = nn.Parameter(torch.ones(1))
-        self.layers = blocks()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return run(self.layers, torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)) * self.temperature
-
-
 class Scalar(nn.Module):
     """A parameter without dimensions, such as CLIP's logit_scale."""
 
@@ -118,18 +95,6 @@ class Narrow(nn.Module):
 # Modules that are not called once each, in order.
 
 
-class Reused(nn.Module):
-    """One block called twice, between blocks called once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks()
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, middle, last = self.layers
-        return last(middle(first(middle(x))))
-
-
 class SharedWeight(nn.Module):
     """Two blocks share a weight, each by its own name."""
 
@@ -143,33 +108,21 @@ class SharedWeight(nn.Module):
 
 
 class Unordered(nn.Module):
-    """Blocks called from last to first, one of them never."""
+    """Blocks called from last to first, one of them twice and one never."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = blocks(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run([self.layers[i] for i in (3, 1, 0)], x)
-
-
-class InDict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({name: Block() for name in ("first", "second", "third")})
-        self.heads = nn.ModuleDict({"a": nn.Linear(WIDTH, 2), "b": nn.Linear(WIDTH, 3)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = run(self.layers.values(), x)
-        return torch.cat([head(x) for head in self.heads.values()], -1)
+        return run([self.layers[i] for i in (3, 1, 0, 1)], x)
 
 
 class MoeBlock(nn.Module):
-    """Top-1 routing. Every expert is called, with no tokens if it has none, unless ``skip``."""
+    """Top-1 routing. Experts without tokens are not called."""
 
-    def __init__(self, skip: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.skip = skip
         self.router = nn.Linear(WIDTH, 6)
         self.experts = nn.ModuleList(Block() for _ in range(6))
 
@@ -179,44 +132,19 @@ class MoeBlock(nn.Module):
         out = torch.zeros_like(flat)
         for number, expert in enumerate(self.experts):
             rows = (chosen == number).nonzero().flatten()
-            if len(rows) or not self.skip:
+            if len(rows):
                 out = out.index_add(0, rows, expert(flat[rows]) * weight[rows, None])
         return out.view_as(x)
 
 
 class Moe(nn.Module):
-    def __init__(self, skip: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(MoeBlock(skip) for _ in range(2))
+        self.layers = nn.ModuleList(MoeBlock() for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(run(self.layers, x))
-
-
-class OtherMethods(nn.Module):
-    """The forward uses methods of a child that are not its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Encoder()
-        self.layers = blocks(2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.encoder.encode(ids)
-        return self.encoder.decode(run(self.layers, x))
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-
-    def encode(self, ids: Tensor) -> Tensor:
-        return self.embed(ids)
-
-    def decode(self, x: Tensor) -> Tensor:
-        return self.head(x)
 
 
 class OwnCheckpointing(nn.Module):
@@ -270,35 +198,15 @@ class ConditionedBlock(nn.Module):
         return x + scale * self.mlp(self.norm(x) + shift)
 
 
-class SharedModule(nn.Module):
-    """All blocks hold one and the same layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks(3)
-        for layer in self.layers:
-            layer.down = self.layers[0].down
-
-    def forward(self, x: Tensor) -> Tensor:
-        return run(self.layers, x)
-
-
 ODD = {
-    "mlp": Entry(mlp, lambda seed: {"input": floats(seed, 4, WIDTH)}),
-    "root_parameter": Entry(RootParameter, vectors),
     "scalar": Entry(Scalar, vectors),
     "frozen": Entry(Frozen, tokens, next_token),
     "lora": Entry(lora, tokens, next_token),
     "mixed_dtypes": Entry(MixedDtypes, vectors),
     "narrow": Entry(Narrow, lambda seed: {"x": floats(seed, 2, WIDTH)}),
-    "reused": Entry(Reused, vectors),
     "shared_weight": Entry(SharedWeight, vectors),
     "unordered": Entry(Unordered, vectors),
-    "module_dict": Entry(InDict, vectors),
-    "moe": Entry(lambda: Moe(skip=False), vectors),
-    "moe_skipping": Entry(lambda: Moe(skip=True), vectors, uneven=True),
-    "other_methods": Entry(OtherMethods, tokens, next_token),
+    "moe": Entry(Moe, vectors, uneven=True),
     "own_checkpointing": Entry(OwnCheckpointing, vectors),
     "conditioned": Entry(Conditioned, vectors, crossing=True),
-    "shared_module": Entry(SharedModule, vectors),
 }

@@ -95,19 +95,6 @@ class NanoGpt(nn.Module):
         return self.lm_head(self.transformer.ln_f(run(self.transformer.h, x)))
 
 
-class FunctionalTie(nn.Module):
-    """No head module: the root's forward multiplies by the embedding's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(VOCAB, WIDTH)
-        self.layers = blocks()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.norm(run(self.layers, self.emb(ids))), self.emb.weight)
-
-
 class HeadByWeight(nn.Module):
     """A head that is a module, but whose weight the root's forward uses without calling it."""
 
@@ -233,7 +220,6 @@ USUAL = {
     "nn_transformer": Entry(nn_transformer, two_sequences),
     "lstm_lm": Entry(LstmLm, tokens, next_token),
     "nanogpt_tied": Entry(NanoGpt, tokens, next_token),
-    "functional_tie": Entry(FunctionalTie, tokens, next_token),
     "head_by_weight": Entry(HeadByWeight, tokens, next_token),
     "resnet": Entry(ResNet, pixels),
     "unet": Entry(UNet, pixels),

@@ -51,7 +51,7 @@ def test_pretraining_learns_and_resumes_on_other_ranks(tmp_path):
     assert resumed == pytest.approx(whole[4:], rel=1e-5)  # other ranks add the same numbers in another order
 
 
-PROJECT = ["model.dim=32", "model.layers=2", "model.context=32", "train.batch=8", "train.micro_batch=2"]
+PROJECT = ["model.dim=32", "model.layers=2", "model.context=32", "train.batch=8", "train.micro_batch=2", "generate=2"]
 
 
 def project(run, folder, *changes):

@@ -140,6 +140,48 @@ def test_a_parameter_that_forward_writes_is_noted(through: str) -> None:
     assert any(note.startswith("norm.weight: written inside forward; FSDP2 loses") for note in plan.notes)
 
 
+class Filling(nn.Module):
+    """Two blocks that write their input into a list, or a dict in a tuple, of the caller."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
+        self.layers, self.cache = nn.ModuleList(FillingBlock() for _ in range(2)), cache
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x, cache=self.cache), cache=self.cache)
+
+
+class FillingBlock(Block):
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        cache.append(x) if isinstance(cache, list) else cache[0].update({len(cache[0]): x})
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cache", [[], ({},)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_lists_that_a_unit_writes_into_are_noted(cache: Any, dtype: torch.dtype | None) -> None:
+    x, policy = torch.randn(2, 8, requires_grad=True), MixedPrecisionPolicy(dtype)
+    plan = plan_model(Filling(cache), mesh=TWO, example_batch=x, mp_policy=policy)
+    names = (
+        "layers.0 (cache), layers.1 (cache)" if dtype else "layers.1 (cache)"
+    )  # the first call finds no tensor in it
+    (note,) = (note for note in plan.notes if "written into" in note)
+    assert note.startswith(f"{names}: written into by the unit, which gets a copy from FSDP2; return it")
+    with fake_world(2):  # what the note says
+        shard_model(Filling(mine := copy.deepcopy(cache)), mp_policy=policy)(x)
+        assert len(mine[0] if isinstance(mine, tuple) else mine) == (0 if dtype else 1)
+
+
+def test_lists_that_a_unit_reads_are_not_noted() -> None:
+    class Reading(FillingBlock):
+        def forward(self, x: Tensor, cache: Any) -> Tensor:
+            return Block.forward(self, x) + cache[0]
+
+    model = Filling([torch.ones(8, requires_grad=True)])
+    model.layers = nn.ModuleList(Reading() for _ in range(2))
+    assert not any("written into" in each for each in plan_model(model, mesh=TWO, example_batch=torch.ones(2, 8)).notes)
+
+
 def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
     class Values(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -149,36 +191,10 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
         plan_model(Values(), mesh=TWO, example_batch=torch.randn(2, 8))
 
 
-class Branching(nn.Module):
-    """Reads a value, and calls a part of a block from outside of it; only one unit fits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = next(iter(self.layers))
-        return self.layers[1](first.norm(x)) if x.sum() > 0 else self.layers[2](getattr(first, "norm")(x))  # noqa: B009
-
-
+@pytest.mark.parametrize("options", [{"example_batch": torch.randn(4, 8)}, {"units": []}], ids=list)
 @distributed(world_size=2, backend="gloo")
-def test_one_unit_is_exact_where_a_dry_run_cannot_run() -> None:
-    torch.manual_seed(0)
-    plain = Branching()
-    model = shard_model(copy.deepcopy(plain), mesh=mesh_of((2,)), units=[])
-    for sign in (1, -1):
-        x = sign * torch.ones(4, 8)
-        for each in (plain, model):
-            each(x).square().mean().backward()
-    for name, param in model.named_parameters():
-        want, grad = plain.get_parameter(name).grad, param.grad
-        assert (want is None) == (grad is None), name  # nobody calls the rest of the first block
-        assert want is None or torch.equal(grad.full_tensor(), want), name
-
-
-@distributed(world_size=2, backend="gloo")
-def test_what_is_left_out_trains_as_the_plain_model_does() -> None:
-    plain, model = hidden(), shard_model(hidden(), mesh=mesh_of((2,)), example_batch=torch.randn(4, 8))
+def test_what_is_left_out_trains_as_the_plain_model_does(options: dict[str, Any]) -> None:
+    plain, model = hidden(), shard_model(hidden(), mesh=mesh_of((2,)), **options)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     for each in (plain, model):
         each(x).square().mean().backward()

@@ -6,7 +6,6 @@ import functools
 import re
 import threading
 from collections import deque
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -17,10 +16,10 @@ from small_models import Block, Decoder
 from test_memory import TOKENS, decoder, mean
 from torch import Tensor, nn
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, api, plan_model, shard_model
+from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, api, plan_model, shard_model
 from shardkit.memory import BudgetPlan, estimate, plan_for_budget
-from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import Measured, changed, resharded, with_checkpoints
+from shardkit.memory.budget import parse_bytes
+from shardkit.memory.estimate import Measured, changed, with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
 from shardkit.testing import distributed, fake_world
@@ -71,38 +70,13 @@ def test_a_step_is_traced_in_inference_mode_too():
     assert row == estimate(model, world_size=4, batch=TOKENS, loss=mean)["ZeRO-3"]
 
 
-def test_more_kept_is_more_alive():
-    """What the search for a budget relies on."""
-    model = decoder(layers=6)
-    plan = resharded(plan_model(model, mesh=MeshSpec.sharded(16), prefetch=2))
-    measured = Measured(model, plan, TOKENS, mean)
-    search = Search(measured, OptimizerBytes.of("adamw"), limit=1)
-    names = [unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False]
-
-    def peaks(change: Callable[[int], ShardingPlan], highest: int) -> list[int]:
-        return [search.weigh((), change(number)).peak.total for number in range(highest + 1)]
-
-    gathered = peaks(lambda n: changed(plan, names[len(names) - n :], reshard_after_forward=False), len(names))
-    blocks = measured.blocks
-    spared = peaks(lambda n: with_checkpoints(plan, dict.fromkeys(blocks[: len(blocks) - n], True)), len(blocks))
-    assert gathered == sorted(gathered)
-    assert spared == sorted(spared)
-    assert min(len(set(gathered)), len(set(spared))) > 3
-
-
-class Record:
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-        self.best = None
-
-
 class Remembering(nn.Module):
     """Whatever a forward may leave behind: the values of a second forward depend on the first's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = decoder(layers=2)
-        self.count, self.table, self.recent, self.record = 0, {"last": None}, deque(maxlen=3), Record()
+        self.count, self.table, self.recent = 0, {"last": None}, deque(maxlen=3)
         self.register_buffer("running", torch.zeros(()))
         self.total = torch.zeros(())
         self.lock, self.later = threading.Lock(), self.total + torch.ones((), requires_grad=True)  # not to be copied
@@ -122,8 +96,6 @@ class Remembering(nn.Module):
         self.total += 1
         self.table = {**self.table, "last": out}
         self.recent.append(out)
-        self.record.seen.append(out)
-        self.record.best = out
         return out + self.running + self.total + self.later
 
 
@@ -135,7 +107,7 @@ def held(value: object) -> object:
         return [(key, held(each)) for key, each in value.items()]
     if isinstance(value, (list, tuple, deque, set)):
         return type(value).__name__, [held(each) for each in value]
-    if isinstance(value, (nn.Module, Record)):
+    if isinstance(value, nn.Module):
         return type(value).__name__, held(vars(value))
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from small_models import Decoder
-from test_memory import HALF, TOKENS, decoder, mean
+from test_memory import CASES as PLANS
+from test_memory import TOKENS, decoder, mean
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -42,14 +43,9 @@ def steps_bytes(model: nn.Module) -> int:
     return 4 * sum(param.requires_grad for param in model.parameters())
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "tied, half precision": {"mp_policy": HALF},
-    "kept gathered": {"reshard_after_forward": False},
-    "on fewer ranks": {"reshard_after_forward": 2, "mp_policy": HALF},
-    "one unit": {"units": []},
-    "ignored": {"ignored_params": ["norm.weight", "norm.bias", "layers.1.up.weight"]},
-}
+NAMES = ("default", "tied, half precision", "kept gathered", "on fewer ranks", "one unit")
+CASES = {name: PLANS[name] for name in NAMES}
+CASES["ignored"] = {"ignored_params": ["norm.weight", "norm.bias", "layers.1.up.weight"]}
 
 
 @pytest.mark.parametrize("case", CASES)

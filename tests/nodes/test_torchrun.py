@@ -15,12 +15,13 @@ pytestmark = pytest.mark.skipif(bool(nodes.missing()), reason=nodes.missing())
 
 PROJECT = Path(__file__).parents[2] / "docs" / "examples" / "project"
 SMALL = ["model.dim=32", "model.layers=2", "model.context=32", "train.batch=8", "train.micro_batch=2"]
-SMALL += ["train.evaluate_every=5", "train.steps=16"]
+SMALL += ["train.evaluate_every=5", "train.steps=16", "generate=2"]
 
 # What a cluster has: the job's variables, its nodes by scontrol, and srun, which runs a command on each node.
 JOB = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "77"}
 JOB |= {"SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_PER_TASK": "4"}  # one rank: most of the time, interpreters start
 JOB |= {"OMP_THREAD_LIMIT": "1", "MKL_NUM_THREADS": "1"}  # as many threads as the script asks for would spin
+JOB |= {"PET_RUN_PATH": "1", "PET_START_METHOD": "fork"}  # options of torchrun: ranks need not import torch
 SCONTROL = """#!/bin/sh
 [ "$*" = "show hostnames node[0-1]" ] && printf 'node0\\nnode1\\n'
 """
@@ -60,7 +61,7 @@ def test_a_job_of_slurm_goes_on_after_a_rank_was_killed(cluster, tmp_path):
         for line in job.stdout:
             lines.append(line)
             if not killed and line.startswith('{"step": 12,'):
-                (rank,) = two[1].processes("RANK=1")
+                rank = max(two[1].processes("SLURM_JOB_ID=77"))  # torchrun and the rank
                 os.kill(rank, signal.SIGKILL)
                 killed = True
     output, steps = "".join(lines), steps_of(lines)

@@ -181,6 +181,13 @@ def test_the_torch_code_gives_the_same_sharding(arguments: dict[str, object]) ->
     assert any(isinstance(param, DTensor) for param in by_hand.parameters())
 
 
+def test_the_torch_code_says_that_it_lacks_may_skip() -> None:
+    plan = plan_model(Decoder(), mesh=EIGHT, units=[by_name("layers.1", may_skip=True), by_name("layers.0")])
+    said = "# Not in this code: may_skip, which torch lacks; each rank must call layers.1 in every step"
+    assert said in plan.to_python()
+    assert "may_skip" not in plan_model(Decoder(), mesh=EIGHT).to_python()
+
+
 NAMES = [
     'a"b',
     "it's",

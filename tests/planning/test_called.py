@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import MeshSpec, plan_model, shard_model
-from shardkit.planning.tree import ModelTree, is_called
 from shardkit.testing import distributed, fake_world
 
 TWO = MeshSpec.sharded(2)
@@ -59,10 +58,10 @@ class Forwards(ReadTable):
 
 
 class AsksForDtype(ReadTable):
-    """A head whose dtype is asked for, as Mamba's; that is right on shards too."""
+    """A table whose dtype is asked for, as of Mamba's head; that is right on shards too."""
 
     def _scores(self, x: Tensor) -> Tensor:
-        return self.head(x.to(self.head.weight.dtype)) + self.table(torch.zeros(x.shape[:-1], dtype=torch.long))
+        return self.head(x.to(self.table.weight.dtype)) + self.table(torch.zeros(x.shape[:-1], dtype=torch.long))
 
 
 class Layers(nn.Module):
@@ -190,6 +189,7 @@ def units(model: nn.Module) -> list[str]:
 
 def test_units_are_called() -> None:
     assert "table" not in units(ReadTable())
+    assert "table" in units(AsksForDtype())
     assert "tokens" not in units(LateTable())
     assert not [name for name in units(Forwards()) if "layers" in name]
     assert units(attentions()) == ["[layers.0, layers.2]", "layers.1", "(root)"]
@@ -200,15 +200,6 @@ def test_units_are_called() -> None:
     mixed = plan_model(scans(), mesh=TWO)
     assert mixed.replicated == ("layers.0.1.A_log", "layers.1.1.A_log")
     assert [unit.name for unit in mixed.units] == ["layers.0", "layers.1", "(root)"]
-
-
-def test_what_is_called() -> None:
-    tree = ModelTree(ReadTable())
-    called = {fqn for entry, fqn in enumerate(tree.fqns) if is_called(tree, entry)}
-    assert {"", "layers.0", "head"} <= called
-    assert {"table", "layers"}.isdisjoint(called)
-    asks = ModelTree(AsksForDtype())  # which does not need the values
-    assert all(is_called(asks, asks.fqns.index(name)) for name in ("head", "table"))
 
 
 def test_torch_refuses_a_use_outside_of_the_unit() -> None:

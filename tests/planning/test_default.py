@@ -10,8 +10,6 @@ from small_models import Block, Decoder
 from torch import Tensor
 
 from shardkit import MeshSpec, PlanError, plan_model
-from shardkit.fsdp1.configs.target import find_mlps
-from shardkit.planning.tree import ModelTree
 
 EIGHT = MeshSpec.sharded(8)
 
@@ -192,28 +190,6 @@ def test_functional_use_of_a_tied_weight() -> None:
     model = Functional()
     del model.head
     assert names(model) == ["layers.0", "layers.1", "layers.2", "(root)"]
-
-
-def test_which_modules_are_mlps() -> None:
-    class ConvMlp(nn.Conv2d):
-        """Mixes neighbors."""
-
-    class SparseMLP(nn.ModuleDict):
-        """Routes tokens to experts."""
-
-    class FeedForward(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = FeedForward.Mlp(4, 4)
-
-        class Mlp(nn.Linear):
-            pass
-
-    sparse = SparseMLP({"experts": nn.ModuleList([FeedForward()])})
-    found = nn.ModuleDict(
-        {"mlp": FeedForward.Mlp(4, 4), "conv": ConvMlp(2, 2, 1), "sparse": sparse, "feed": FeedForward()}
-    )
-    assert find_mlps(ModelTree(found)) == ["mlp", "feed"]
 
 
 class MidLast(nn.Module):

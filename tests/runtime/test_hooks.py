@@ -7,31 +7,13 @@ import inspect
 
 import pytest
 import torch
-from entry_nets import (
-    OPTIONS,
-    Coder,
-    assert_trains_alike,
-    gathered,
-    pair,
-    tokens,
-    usual_loss,
-    vectors,
-)
+from entry_nets import OPTIONS, Coder, assert_trains_alike, gathered, pair, tokens, usual_loss, vectors
 from small_models import Decoder, step
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from shardkit import (
-    MeshSpec,
-    PlanError,
-    ShardkitError,
-    group,
-    init_on_meta,
-    materialize,
-    plan_model,
-    shard_model,
-)
+from shardkit import MeshSpec, PlanError, ShardkitError, group, init_on_meta, materialize, plan_model, shard_model
 from shardkit.testing import comm_counts, distributed, fake_world
 
 NO_GRAD = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -63,9 +45,7 @@ def test_what_is_edited_after_a_forward_without_grad_is_the_parameter():
 
 @distributed(world_size=2)
 def test_other_ways_into_a_forward_without_grad():
-    ways = {
-        "generate": lambda model: model.generate(tokens()),
-    }
+    ways = {"generate": lambda model: model.generate(tokens())}
     for way, call in ways.items():
         plain, model = pair(Coder)
         with torch.inference_mode():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sequence_parity import pictures, vision_language
 from skipping_nets import batch, largest_difference, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from shardkit import (
     ShardingPlan,
     ShardkitError,
     accumulate,
+    by_class,
     by_name,
     group,
     plan_model,
@@ -104,20 +106,18 @@ def test_ranks_of_a_hybrid_mesh_skip():
 
 @distributed(world_size=2)
 def test_a_model_of_transformers_with_text_and_image_batches():
-    import vl_nets
-
     def loss(model, given):
         return model(**given, use_cache=False).loss
 
-    plain = vl_nets.model("Qwen2VL")
-    model = shard_model(copy.deepcopy(plain), units=vl_nets.RECIPES["Qwen2VL"])
-    model.train()
+    plain = vision_language()
+    blocks = by_class("Qwen3VLVisionBlock", "Qwen3VLTextDecoderLayer")
+    model = shard_model(copy.deepcopy(plain), units=[by_name("model.visual", may_skip=True), blocks])
     for step, images in enumerate([(False, True), (True, False), (False, False), (True, False)]):
         if step == 2:
             model.gradient_checkpointing_enable()
-        given = [vl_nets.batch("Qwen2VL", step + 10 * rank, images[rank]) for rank in range(2)]
+        given = [pictures(step + 5 * rank, image=images[rank]) for rank in range(2)]
         assert_same_step(model, plain, given, loss=loss, bound=1e-6)  # transformers normalizes in float32
-    assert model.model.visual.merger.mlp[0].weight.grad is not None
+    assert model.model.visual.merger.linear_fc1.weight.grad is not None
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -159,8 +159,7 @@ def branches() -> nn.Module:
 def test_what_ranks_may_not_skip_is_an_error_on_every_rank():
     names = ["second", "third"] if dist.get_rank() else ["first", "third"]
     with pytest.raises(
-        ShardkitError,
-        match=r"calls different units next .*: rank 0 in \(root\): third, rank 1 .*second",
+        ShardkitError, match=r"calls different units next .*: rank 0 in \(root\): third, rank 1 .*second"
     ):
         branches()(torch.ones(2, 4), names)
 

@@ -1,7 +1,6 @@
 """A sharded model trains as the plain one does: on every model of the zoo, and under every setting on a few.
 
-``parity`` has the two rank bodies, and says why no bit may differ between losses, gradients, parameters and buffers
-where one rank counts in each step, and how far gradients may be apart where all do.
+``parity`` has the rank's body, and says why no bit may differ between losses, gradients, parameters and buffers.
 """
 
 from __future__ import annotations
@@ -65,11 +64,3 @@ def test_settings_on_4_ranks(setting, name):
 @distributed(world_size=4, backend="gloo")
 def test_hsdp(name):
     parity.one_counts(name, mesh=(2, 2), optimizer="sgd", steps=3)
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh"), [("narrow", (4,)), ("mixed_dtypes", (2, 2)), ("nanogpt_tied", (4, 1)), ("nanogpt_tied", (2, 2))]
-)
-@distributed(world_size=4, backend="gloo")
-def test_mean_over_ranks_that_all_count(name, mesh):
-    parity.all_count(name, mesh)

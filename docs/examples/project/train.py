@@ -226,7 +226,7 @@ def main(argv=None):
             writer.add_scalar(name, value, step)
     if saving:
         saving.wait()
-    continued = generate(model, "def ", 40)
+    continued = generate(model, "def ", config["generate"])
     if dist.get_rank() == 0:
         print(repr(continued))
     return losses

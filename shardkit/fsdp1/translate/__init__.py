@@ -270,7 +270,7 @@ def _without_params(
     tree: ModelTree, selections: list[Selection], ignored: frozenset[str]
 ) -> tuple[list[Selection], list[str]]:
     """Drop units without parameters, which have no effect in FSDP1, but keep those that cast their outputs."""
-    params = assign(tree, [selection.entries for selection in selections], ignored).params
+    params, _ = assign(tree, [selection.entries for selection in selections], ignored)
     empty = [
         selection
         for selection, owned in zip(selections, params, strict=True)

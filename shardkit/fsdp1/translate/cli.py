@@ -9,7 +9,7 @@ from typing import Any
 
 from shardkit.fsdp1.configs import FORMATS, read_config
 from shardkit.fsdp1.configs.target import Ranks, accelerate2, build, comments, notes_on_accelerate, torch_code
-from shardkit.planning.named import named_model
+from shardkit.planning.build import named_model
 
 USAGE = 2  # argparse's own exit code for invalid commands
 

@@ -150,14 +150,9 @@ def mesh_for(translation: Translation) -> DeviceMesh:
         torch.accelerator.set_device_index(device.index)  # FSDP2 shards on the current device
     if translation.device_mesh is not None:
         return translation.device_mesh
-    kind, spec, groups = _device_type(translation), translation.plan.mesh, translation.process_groups
+    kind = device.type if device is not None else device_type()
+    spec, groups = translation.plan.mesh, translation.process_groups
     return mesh_of_groups(spec, groups, kind) if groups else build_mesh(spec, kind)
-
-
-def _device_type(translation: Translation) -> str:
-    if translation.device_mesh is not None:
-        return str(translation.device_mesh.device_type)
-    return translation.device.type if translation.device is not None else device_type()
 
 
 def _check(model: nn.Module, translation: Translation) -> None:
@@ -170,7 +165,7 @@ def _check(model: nn.Module, translation: Translation) -> None:
     if not translation.process_groups:
         check_mesh(mesh, translation.plan.mesh)
     plan, tree = given_plan(model, translation.plan, mesh, translation.apart)
-    check_fit(tree, plan, _device_type(translation))
+    check_fit(tree, plan)
     if translation.param_init_fn is not None or is_recorded(model):
         return
     on_meta = _on_meta(model, translation)
