@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardkit import ShardkitError
 from shardkit.optim import step_on_local_shards, step_on_whole_matrices
 from shardkit.testing import distributed
 
@@ -48,8 +46,6 @@ def build(shape: tuple[int, ...] | None) -> Net:
 
 def maker(name: str) -> Make:
     """What makes the optimizer of this name for parameters."""
-    if name == "prodigyopt.Prodigy":
-        return partial(pytest.importorskip("prodigyopt").Prodigy, d0=1e-3)
     if name == "came_pytorch.CAME":
         return partial(pytest.importorskip("came_pytorch").CAME, lr=1e-2)
     return partial(pytest.importorskip("pytorch_optimizer").load_optimizer(name), lr=1e-2)
@@ -66,29 +62,20 @@ def train(net: nn.Module, optimizer: Any, steps: range) -> dict[str, Tensor]:
     for step in steps:
         torch.manual_seed(step)
         ids, targets = torch.randint(0, 7, (2, 6))
-
-        def closure(ids: Tensor = ids, targets: Tensor = targets) -> Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(net(ids), targets)
-            loss.backward()
-            return loss
-
-        closure()
-        optimizer.step(*[closure] * needs_closure)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(ids), targets).backward()
+        optimizer.step(*[lambda: None] * needs_closure)
     params = dict(net.named_parameters())
     return {fqn: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for fqn, p in params.items()}
 
 
-JOINED = r"optimizer changed '\w+' in group 0 to .*"
-# By name: whether it is element-wise, so that step_on_local_shards takes it too; or why whole matrices refuse it.
+# By name: whether it is element-wise, so that step_on_local_shards takes it too.
 PACKAGES = {
     "came_pytorch.CAME": False,
     "madgrad": True,  # state under a name
     "aggmo": True,  # state in a list
     "shampoo": False,
     "soap": False,
-    "prodigyopt.Prodigy": JOINED,
-    "dadaptlion": JOINED,
     "spam": False,  # makes whole masks when it is built
     "stablespam": False,
 }
@@ -97,12 +84,11 @@ PACKAGES = {
 @pytest.mark.parametrize("name", PACKAGES)
 @distributed(world_size=2, backend="gloo")
 def test_a_packages_optimizer(name):
-    make, kind = maker(name), PACKAGES[name]
+    make = maker(name)
     net = build(None)
     expected = train(net, make(list(net.parameters())), range(4))
-    for step_on in (step_on_whole_matrices, partial(step_on_local_shards, elementwise=True))[: 1 + (kind is True)]:
+    for step_on in (step_on_whole_matrices, partial(step_on_local_shards, elementwise=True))[: 1 + PACKAGES[name]]:
         sharded = build((2,))
         optimizer = step_on(make(list(sharded.parameters())))
-        with pytest.raises(ShardkitError, match=kind) if kind == JOINED else nullcontext():
-            found = train(sharded, optimizer, range(4))
-            assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())
+        found = train(sharded, optimizer, range(4))
+        assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())

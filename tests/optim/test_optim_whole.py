@@ -10,7 +10,7 @@ import torch
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardkit import (
@@ -92,23 +92,16 @@ def give_grads(net: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for name, param in net.named_parameters():
         full = torch.randn(param.shape, generator=generator, dtype=param.dtype)
-        if name == "layers.3.weight" and step == 1:
-            param.grad = None
-            continue
-        param.grad = full
         if isinstance(param, DTensor):
-            from torch.distributed.tensor import distribute_tensor
-
-            param.grad = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+            full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = None if name == "layers.3.weight" and step == 1 else full
 
 
 def run(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         give_grads(net, step)
         slices = [p for group in optimizer.param_groups[1:] for p in group["params"] if p.ndim == 2]
-        for each, grad in zip(
-            slices, [g for p in (net.experts, net.wide) for g in p.grad] if slices else [], strict=True
-        ):
+        for each, grad in zip(slices, (g for p in (net.experts, net.wide) for g in p.grad), strict=False):
             each.grad = grad
         optimizer.step()
 

@@ -7,7 +7,7 @@ own blocks are unfrozen, as FSDP needs for freeing them, and left out of the opt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Block, generator_of, parse, read, run, write
+from harness import Block, generator_of, parse, read, write
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -95,16 +95,13 @@ class Flamingo(nn.Module):
 
 
 def optimizer_of(model, args):
-    named = [
-        (name, param)
-        for name, param in model.named_parameters()
-        if param.requires_grad and not getattr(param, "exclude_from_optimizer", False)
-    ]
-    decay = [param for name, param in named if "gated_cross_attn" in name]
-    rest = [param for name, param in named if "gated_cross_attn" not in name]
-    assert not any("old_decoder_blocks" in name for name, _ in named)
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=args.learning_rate)
+    groups = {True: [], False: []}
+    for name, param in model.named_parameters():
+        if param.requires_grad and not getattr(param, "exclude_from_optimizer", False):
+            assert "old_decoder_blocks" not in name
+            groups["gated_cross_attn" in name].append(param)
+    decays = [{"params": params, "weight_decay": 0.1 * decays} for decays, params in groups.items()]
+    return torch.optim.AdamW(decays, lr=args.learning_rate)
 
 
 def trained_only(model, state):
@@ -158,10 +155,8 @@ def main(argv=None):
     for step in range(args.first, args.steps):
         generator = generator_of(step)
         for weight in (1.0, 0.2):  # one batch from each of two data sets
-            images, tokens = (
-                torch.randn(2, 3, 4, generator=generator),
-                torch.randint(0, 30, (2, 6), generator=generator),
-            )
+            images = torch.randn(2, 3, 4, generator=generator)
+            tokens = torch.randint(0, 30, (2, 6), generator=generator)
             logits = model(images, tokens[:, :-1]).float()
             loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
             (weight * loss).backward()
@@ -172,7 +167,3 @@ def main(argv=None):
         if args.out and step + 1 == args.save_at:
             save(model, optimizer, args.out)
     return losses
-
-
-if __name__ == "__main__":
-    run(main)

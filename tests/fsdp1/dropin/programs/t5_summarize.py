@@ -8,7 +8,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from harness import generator_of, parse, read, run, write
+from harness import generator_of, parse, read, write
 from torch import optim
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -124,7 +124,3 @@ def main(argv=None):
         best = min(best, current.item())
     dist.barrier()
     return losses
-
-
-if __name__ == "__main__":
-    run(main)
