@@ -18,6 +18,7 @@ from shardkit.memory.estimate import Measured, base_plan, changed, resharded, wi
 from shardkit.memory.timeline import OptimizerBytes, Prediction, timeline
 from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
+from shardkit.plan.check import with_units_inside
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
 
@@ -160,6 +161,8 @@ class Search:
         for policy, how in (("selective", "selectively"), (True, "in full")) if blocks else ():
             if found.peak.total <= self.limit:
                 break
+            if policy is not True and with_units_inside(plan):
+                continue
             number = 1 + _most(len(blocks) - 1, partial(self._exceeds, found.plan, policy))
             labels = (*given, f"{number} of {len(blocks)} blocks checkpointed {how}")
             found = self.weigh(labels, self._checkpointed(found.plan, policy, number))

@@ -9,7 +9,7 @@ import torch
 
 from shardkit.errors import listing, message
 from shardkit.plan.data import PlanData, callers
-from shardkit.plan.types import ancestors, is_world_size
+from shardkit.plan.types import ShardUnit, ancestors, is_world_size
 
 
 def problems(plan: PlanData) -> Iterator[str]:
@@ -108,6 +108,22 @@ def _may_skip(plan: PlanData) -> Iterator[str]:
             yield message(unit.name, problem, rule, fix)
 
 
+def with_units_inside(plan: PlanData) -> dict[ShardUnit, str]:
+    """Return the units with another unit inside of what checkpointing applies to, and its name."""
+    inner = {outer: unit.name for unit in plan.units for fqn in unit.modules for outer in ancestors(fqn)}
+    reached = {unit: unit.blocks or (unit.modules if unit.checkpoint_activations else ()) for unit in plan.units}
+    return {unit: inner[fqn] for unit, fqns in reached.items() for fqn in fqns if fqn in inner}
+
+
+def _policies(plan: PlanData) -> Iterator[str]:
+    inner = with_units_inside(plan)
+    for unit in plan.units:
+        if unit in inner and isinstance(unit.checkpoint_activations, str):
+            problem = f"has checkpoint_activations={unit.checkpoint_activations!r}, and {inner[unit]} inside is a unit"
+            rule = "A policy would choose among the operations of its all-gather too"
+            yield message(unit.name, problem, rule, "Pass checkpoint_activations=True for it")
+
+
 def tile_problems(plan: PlanData) -> dict[str, str]:
     """Return an error for each module, by FQN, that cannot compute in tiles as the plan says."""
     found: dict[str, str] = {}
@@ -137,5 +153,6 @@ _RULES = (
     _world_size_to_reshard_to,
     _shard_dims,
     _may_skip,
+    _policies,
     lambda plan: iter(tile_problems(plan).values()),
 )

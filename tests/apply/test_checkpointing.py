@@ -158,6 +158,13 @@ def test_a_policy_without_a_name_is_refused(policy: object) -> None:
         plan_model(nn.Sequential(Attention()), mesh=MeshSpec.sharded(2), checkpoint_activations=policy)
 
 
+def test_a_policy_around_another_unit_is_refused() -> None:
+    """torch raises in backward: the all-gather of the unit inside is not what the policy saw in forward."""
+    model = nn.Sequential(Attention(), Attention())
+    with pytest.raises(PlanError, match=r"0 has checkpoint_activations='selective', and 0.qkv inside is a unit"):
+        plan_model(model, units=["0", "0.qkv"], mesh=MeshSpec.sharded(2), checkpoint_activations="selective")
+
+
 @distributed(world_size=2)
 def test_a_cache_is_refused_where_it_is_passed() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
