@@ -111,8 +111,8 @@ def test_compiled_blocks_train_alike() -> None:
         assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
-# Forks end by os._exit: about one exit in ten of a busy machine aborts in torch 2.13 ("terminate called without an active
-# exception"), also without shardkit and after destroy_process_group, while gloo's threads end.
+# Forks end by os._exit: about one exit in ten of a busy machine aborts in torch 2.13 ("terminate called without an
+# active exception"), also without shardkit and after destroy_process_group, while gloo's threads end.
 SCRIPT = """
 import atexit, os, torch, torch.nn as nn
 from shardkit import shard_model
