@@ -58,9 +58,7 @@ def test_few_calls_for_each_parameter() -> None:
     def calls(blocks: int) -> int:
         found, library = list[str](), str(pathlib.Path(mesh.__file__).parents[1])
         model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(blocks)))
-        sys.setprofile(
-            lambda frame, event, _: found.append(event) if "/shardkit/" in frame.f_code.co_filename else None
-        )
+        sys.setprofile(lambda frame, event, _: found.append(event * frame.f_code.co_filename.startswith(library)))
         try:
             shard_model(model)
         finally:
