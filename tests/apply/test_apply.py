@@ -53,6 +53,25 @@ def test_only_two_digests_are_exchanged() -> None:
     assert [call.args[0].nbytes for call in reduce.call_args_list] == [24, 16, 24]  # the last: all have succeeded
 
 
+def test_few_calls_for_each_parameter() -> None:
+    """Sharding 10,000 parameters takes at most 1.3 of the CPU time of ``fully_shard`` by hand: 103 calls for each."""
+
+    def calls(blocks: int) -> int:
+        found, library = list[str](), str(pathlib.Path(mesh.__file__).parents[1])
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(blocks)))
+        sys.setprofile(
+            lambda frame, event, _: found.append(event) if "/shardkit/" in frame.f_code.co_filename else None
+        )
+        try:
+            shard_model(model)
+        finally:
+            sys.setprofile(None)
+        return found.count("call")
+
+    with fake_world(2):
+        assert calls(60) - calls(10) < 130 * 100
+
+
 @distributed(world_size=4)
 def test_beside_tensor_parallelism() -> None:
     """A 2x2 mesh: blocks split over "tp" by torch, sharded over "dp" by shardkit, against the plain model."""
