@@ -7,14 +7,7 @@ import inspect
 import pytest
 import torch
 from grads_net import sharded_net
-from optim_nets import (
-    OPTIONS,
-    PLAIN_ONLY,
-    factory,
-    give_random_grads,
-    local,
-    trainable,
-)
+from optim_nets import OPTIONS, PLAIN_ONLY, factory, give_random_grads, local, trainable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -168,22 +161,6 @@ def test_steps_like_on_plain_tensors(make):
                 assert local(mine) == value if isinstance(value, torch.Tensor) else mine == value
     if make is Lion:
         assert ours.param_groups[0]["steps"] == ours.state["all"]["steps"] == 3
-
-
-@fake_world(4, rank=1)
-def test_a_vouched_class_and_a_closure_in_the_middle_of_the_step():
-    net = sharded_net((4,))
-    optimizer = step_on_local_shards(Lion(trainable(net)), elementwise=True)
-    before = [local(param).clone() for param in trainable(net)]
-
-    def closure():
-        assert {type(param) for param in optimizer.param_groups[0]["params"]} == {DTensor}
-        give_random_grads(net, 0)
-        return 7
-
-    assert optimizer.step(closure) == 7
-    moved = [not torch.equal(old, local(new)) for old, new in zip(before, trainable(net), strict=True)]
-    assert moved == [old.numel() > 0 for old in before]
 
 
 @fake_world(4, rank=0)

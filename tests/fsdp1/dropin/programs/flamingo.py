@@ -6,18 +6,10 @@ own blocks are unfrozen, as FSDP needs for freeing them, and left out of the opt
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 import torch.nn.functional as F
 from harness import Block, generator_of, parse, read, write
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 
@@ -113,9 +105,9 @@ def trained_only(model, state):
 def save(model, optimizer, path):
     FSDP.set_state_dict_type(
         model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
-        FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
+        fsdp.StateDictType.FULL_STATE_DICT,
+        fsdp.FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
+        fsdp.FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
     )
     state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer, group=dist.group.WORLD)
     write({"model": trained_only(model, state), "optimizer": optim}, path)
@@ -123,7 +115,7 @@ def save(model, optimizer, path):
 
 def load(model, optimizer, path):
     state = read(path)
-    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig())
+    FSDP.set_state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig())
     assert not model.load_state_dict(state["model"], strict=False).unexpected_keys
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
 
@@ -138,14 +130,14 @@ def main(argv=None):
     half = torch.bfloat16
     model.wrap_fsdp({
         "process_group": None,
-        "cpu_offload": CPUOffload(offload_params=False),
+        "cpu_offload": fsdp.CPUOffload(offload_params=False),
         "device_id": torch.device("cpu"),
         "sync_module_states": True,
-        "sharding_strategy": ShardingStrategy[args.strategy],
+        "sharding_strategy": fsdp.ShardingStrategy[args.strategy],
         "use_orig_params": not args.flat,
-        "mixed_precision": MixedPrecision(half, half, half) if args.precision == "amp_bf16" else None,
+        "mixed_precision": fsdp.MixedPrecision(half, half, half) if args.precision == "amp_bf16" else None,
         "forward_prefetch": True,
-        "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+        "backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_POST,
         "limit_all_gathers": True,
     })  # fmt: skip
     optimizer = optimizer_of(model, args)

@@ -4,19 +4,10 @@ Policies and checkpoint handlers are in llama_policies.py. Evaluation prints a p
 are directories of torch.distributed.checkpoint.
 """
 
+import llama_policies as policies
 import torch
 import torch.distributed as dist
 from harness import Adapted, checkpoint_modules, parse
-from llama_policies import (
-    OFFLOAD,
-    PRECISION,
-    fsdp_auto_wrap_policy,
-    get_llama_wrapper,
-    load_model_sharded,
-    load_optimizer_sharded,
-    save_adapters,
-    save_model_and_optimizer_sharded,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -53,12 +44,12 @@ def make_room(module):
 
 
 def wrap_model(model, args, rank):
-    policy = fsdp_auto_wrap_policy(LlamaDecoderLayer) if args.use_peft else get_llama_wrapper()
+    policy = policies.fsdp_auto_wrap_policy(LlamaDecoderLayer) if args.use_peft else policies.get_llama_wrapper()
     model = FSDP(
         model,
         auto_wrap_policy=policy,
-        cpu_offload=OFFLOAD if args.fsdp_cpu_offload else None,
-        mixed_precision=PRECISION[args.precision],
+        cpu_offload=policies.OFFLOAD if args.fsdp_cpu_offload else None,
+        mixed_precision=policies.PRECISION[args.precision],
         sharding_strategy=ShardingStrategy[args.sharding_strategy],
         device_id=torch.device("cpu"),
         limit_all_gathers=True,
@@ -110,9 +101,9 @@ def train(model, optimizer, scheduler, args, rank, world_size):
         scheduler.step()
         losses.append(evaluation(model, args, rank, world_size))
         if args.out and epoch == args.first_epoch:
-            save_model_and_optimizer_sharded(model, args.out + "/sharded", optimizer)
+            policies.save_model_and_optimizer_sharded(model, args.out + "/sharded", optimizer)
             if args.use_peft:
-                save_adapters(model, args.out + "/adapters.pt")
+                policies.save_adapters(model, args.out + "/adapters.pt")
     return losses
 
 
@@ -126,12 +117,12 @@ def main(argv=None):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = wrap_model(build_model(args, rank), args, rank)
     if args.dist_checkpoint:
-        load_model_sharded(model, args.dist_checkpoint)
+        policies.load_model_sharded(model, args.dist_checkpoint)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=args.lr, weight_decay=0.01, foreach=False
     )
     scheduler = StepLR(optimizer, step_size=1, gamma=0.85)
     if args.dist_checkpoint:
-        load_optimizer_sharded(model, optimizer, args.dist_checkpoint)
+        policies.load_optimizer_sharded(model, optimizer, args.dist_checkpoint)
     assert model.module.config.model_type == "llama"
     return train(model, optimizer, scheduler, args, rank, world_size)
