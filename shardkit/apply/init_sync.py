@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, product
@@ -32,8 +33,8 @@ def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
     Raises:
         PlanError: ``sync_module_states`` with a tensor that cannot be broadcast.
     """
-    states = states_of(model)
-    opaque = [fqn for fqn, state in states.items() if sync_module_states and _is_opaque(state)]
+    states = states_of(model) if sync_module_states else {}
+    opaque = [fqn for fqn, state in states.items() if _is_opaque(state)]
     if opaque:
         problem = f"cannot broadcast {listing(opaque, 6)}, a {type(states[opaque[0]]).__name__}"
         rule = "Only dense tensors are broadcast, and subclasses that name their dense tensors in __tensor_flatten__"
@@ -137,8 +138,12 @@ def _sample(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.view(_BITS[tensor.itemsize])
-    evenly = torch.arange(SAMPLED if bits.numel() else 0, device=bits.device) * (bits.numel() - 1) // (SAMPLED - 1)
-    return torch.take(bits, evenly)
+    return torch.take(bits, _evenly(bits.numel(), bits.device))
+
+
+@functools.lru_cache(maxsize=64)
+def _evenly(numel: int, device: torch.device) -> Tensor:
+    return torch.arange(SAMPLED if numel else 0, device=device) * (numel - 1) // (SAMPLED - 1)
 
 
 def _dense_parts(state: Tensor) -> Iterator[Tensor]:

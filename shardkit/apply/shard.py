@@ -104,17 +104,11 @@ def apply_decided(
 def agree_on_plan(
     decide: Callable[[], ShardingPlan], groups: Groups, facts: Callable[[], Mapping[str, str]] = dict
 ) -> ShardingPlan:
-    """Return what ``decide`` returns, if it returns the same on every rank. Collective: one small all-reduce per group.
+    """Return what ``decide`` returns, if it is the same on every rank. Collective: one small all-reduce per group.
 
-    Args:
-        decide: local; may raise on any rank.
-        groups: the process groups of a mesh's axes, which together reach all its ranks; None is the world.
-        facts: local, called after ``decide``, may raise too: what else must be equal on all ranks, by name. The
-            version of torch is always included.
-
-    Raises:
-        PlanError: ranks disagree, or ``decide`` raised on some ranks only; on every rank.
-        Exception: what ``decide`` raised on this rank.
+    ``groups`` are those of a mesh's axes, which together reach all its ranks. ``facts``, called after ``decide``, are
+    what else must be equal, by name, besides the version of torch. Both are local. Where one raises on any rank, or
+    ranks disagree, every rank raises: its own error, or PlanError.
     """
     with together(groups, PlanError) as poll:
         plan = decide()
@@ -134,16 +128,10 @@ def _by_part(plan: ShardingPlan) -> dict[str, Any]:
 def carry_out(
     model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, before: Callable[[ShardUnit], object] | None = None
 ) -> None:
-    """Shard ``model`` as ``plan`` says, which is the same on all ranks. Collective; in place.
+    """Shard ``model`` as ``plan`` says, which is checked and the same on all ranks. Collective; in place.
 
-    Args:
-        model: the model.
-        plan: checked against the model.
-        mesh: of the plan's shape.
-        before: called with each unit right before it is sharded; collective; may replace the unit's parameters.
-
-    Raises:
-        PlanError: on every rank: torch could not shard the model on one of them. It has to be built again.
+    ``before`` is called with each unit right before it is sharded; it is collective, and may replace its parameters.
+    Raises PlanError on every rank where torch could not shard the model on one of them. It has to be built again.
     """
     meshes = unit_meshes(mesh, plan)
     attributes = ParamAttrs(model, plan)

@@ -20,10 +20,8 @@ from shardkit.planning.tree import ModelTree, assign, split_problem
 def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[str] = ()) -> None:
     """Raise PlanError if the model has no parameters, or is sharded already; local.
 
-    Args:
-        tree: the model.
-        mesh: the data-parallel mesh; parameters that are DTensors on its other axes are tensor-parallel.
-        apart: FQNs of modules that are sharded already on purpose, as FSDP1 nested its wrappers.
+    Parameters may be DTensors on other axes than those of ``mesh``. ``apart`` are FQNs of modules that are sharded
+    already on purpose, as FSDP1 nested its wrappers.
     """
     problems = []
     if not tree.params:

@@ -13,7 +13,7 @@ from shardkit.checkpoint.asynchronous import ranks_of
 from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
-from shardkit.checkpoint.save import Content, Target, check_destination, commit_checkpoint
+from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint
 from shardkit.checkpoint.source import Source, Stored, encode, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.errors import CheckpointError, message
@@ -64,8 +64,8 @@ def convert_checkpoint(
         os.replace(temporary, place)
         flush_directory(place.parent)
     else:
-        target = Target(place, kind, ranks_of([]), directory.draw_token(), overwrite)
-        commit_checkpoint(target, _content(source), [])
+        options: Any = {"ranks": ranks_of([]), "format": kind, "token": directory.draw_token(), "replaces": overwrite}
+        commit_checkpoint(place, _content(source), [], **options)
 
 
 def _tree(source: Source) -> dict[str, Any]:

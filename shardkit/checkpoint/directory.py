@@ -194,9 +194,14 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 def _complete_checkpoints(root: Path) -> list[Path]:
     """Return all complete checkpoints in ``root``, oldest first."""
-    candidates = [each for each in root.iterdir() if not each.name.startswith(".")] if root.is_dir() else []
-    created = [(created_if_whole(each), each) for each in candidates if each.is_dir()]
-    return [each for _, each in sorted((at, each) for at, each in created if at is not None)]
+    found = []
+    for each in root.iterdir() if root.is_dir() else ():
+        with contextlib.suppress(CheckpointError):
+            if not each.name.startswith(".") and each.is_dir():
+                manifest = read_manifest(each)
+                check_sizes(each, manifest)
+                found.append((manifest.created, each))
+    return [each for _, each in sorted(found)]
 
 
 def rotate(path: Path, keep: int) -> None:
@@ -297,16 +302,6 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
     if damaged := [name for name, entry in manifest.files.items() if not is_whole(name, entry.bytes)]:
         problem = f"has damaged files: {listing(damaged)}"
         raise CheckpointError(message(str(directory), problem, "They are missing, or of another size", WAY))
-
-
-def created_if_whole(directory: Path) -> int | None:
-    """Return when a checkpoint was complete, if every file has its size; None for any other directory. Local."""
-    try:
-        manifest = read_manifest(directory)
-        check_sizes(directory, manifest)
-    except CheckpointError:
-        return None
-    return manifest.created
 
 
 def entry_of(file: Path) -> FileEntry:

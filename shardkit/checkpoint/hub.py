@@ -36,11 +36,6 @@ def is_pretrained(model: nn.Module) -> bool:
     return is_new and isinstance(unwrapped(model), found.PreTrainedModel)  # type: ignore[union-attr]
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether it is a peft model."""
-    return "peft" in sys.modules and isinstance(unwrapped(model), sys.modules["peft"].PeftModel)
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers that clean FQNs leave out."""
     while inner := next((each for name in WRAPPERS if (each := model._modules.get(name)) is not None), None):

@@ -26,7 +26,6 @@ from shardkit.checkpoint.hub import (
     Group,
     HubFiles,
     check_float8,
-    is_adapted,
     is_pretrained,
     plain_class,
     plan_save,
@@ -40,8 +39,8 @@ from shardkit.checkpoint.write import (
     check_written,
     create_files,
     described,
+    held_parts,
     laid_out,
-    owned,
     write_parts,
     written_dtype,
 )
@@ -242,7 +241,7 @@ def plan_export(model: nn.Module) -> Export:
     """Plan a transformers or peft model in the hub's layout. Local, pure; raises for other and quantized models."""
     bare: Any = unwrapped(model)
     tensors = model_state(model).tensors
-    if is_adapted(model):
+    if "peft" in sys.modules and isinstance(bare, sys.modules["peft"].PeftModel):
         return _export_adapter(bare, tensors)
     if not is_pretrained(model) or getattr(bare, "_hf_peft_config_loaded", False):
         problem = f"must be of transformers 5, or of peft, got {plain_class(bare).__name__}"
@@ -277,7 +276,8 @@ def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> Export:
 def _write(place: Path, files: list[File], export: Export, groups: Groups) -> None:
     """Fill all files: each rank with its own parts of tensors, and in turn with what conversions make. Collective."""
     ranks = ranks_of(groups)
-    parts = [(export.renamed[n], part) for n, part in owned(export.sources, ranks).items() if n in export.renamed]
+    own = held_parts(export.sources, ranks).get("", {})
+    parts = [(export.renamed[n], part) for n, part in own.items() if n in export.renamed]
 
     def write_own() -> Written:
         place.mkdir(parents=True, exist_ok=True)

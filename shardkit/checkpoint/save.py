@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -118,8 +118,8 @@ def save_checkpoint(
         poll.own = directory.draw_token()  # the highest is of all
         content = _staged(content) if async_ else content
     groups = background_groups(groups) if async_ else groups
-    target = Target(place, format, ranks, poll.any, replaces, keep)
-    write = partial(commit_checkpoint, target, content, groups)
+    write = partial(commit_checkpoint, place, content, groups, ranks=ranks, format=format, token=poll.any)
+    write = partial(write, replaces=replaces, keep=keep)
     if async_:
         return start_pending(write)
     write()
@@ -207,20 +207,18 @@ def _staged(content: Content) -> Content:
 # ---- how it is written ------------------------------------------------------------------------------------------
 
 
-class Target(NamedTuple):
-    """Where a save writes."""
-
-    path: Path
-    format: str
-    ranks: Sequence[int]  # global, ascending
-    token: int
-    replaces: bool  # whether it may replace a checkpoint that is there
-    keep: int | None = None
-
-
-def commit_checkpoint(target: Target, content: Content, groups: Groups) -> None:
+def commit_checkpoint(
+    path: Path,
+    content: Content,
+    groups: Groups,
+    *,
+    ranks: Sequence[int],
+    format: str,
+    token: int,
+    replaces: bool,
+    keep: int | None = None,
+) -> None:
     """Write everything into a temporary directory, and rename it when all ranks have. Collective over ``groups``."""
-    path, format, ranks, token, replaces, keep = target
     layouts, files = _layouts(content, format, ranks), dict[str, FileEntry]()
     is_first = own_rank() == ranks[0]
 

@@ -94,12 +94,7 @@ def _unfit(tensor: Tensor, spec: Spec) -> Iterator[str]:
         yield problem
 
 
-def owned(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, Part]:
-    """Return the parts that this one of the ``ranks``, ascending, writes. Local, no copy."""
-    return _held(tensors, ranks).get("", {})
-
-
-def _held(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, dict[str, Part]]:
+def held_parts(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, dict[str, Part]]:
     """Return the parts of which this rank is the first replica, by slices; the one that is written is ``""``.
 
     It is the one with the lowest rank, which also writes plain tensors.
@@ -154,7 +149,7 @@ def create_files(directory: Path, files: Iterable[File]) -> None:
 
 def write_own(directory: Path, layout: Layout, ranks: Sequence[int]) -> dict[str, Written]:
     """Write this rank's parts into the files, which the first makes; a layout without files is only summed. Local."""
-    is_first, held = own_rank() == ranks[0], _held(layout.tensors, ranks)
+    is_first, held = own_rank() == ranks[0], held_parts(layout.tensors, ranks)
     report: dict[str, Written] = {}
     if layout.files:
         mine = held.pop("", {})

@@ -130,8 +130,7 @@ def calls(unit: ShardUnit) -> tuple[object, ...]:
     """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
     dims = sorted(dim for _, dim in unit.shard_dims)
-    changed = unit.checkpoint_activations or unit.compile
-    inside = unit.blocks_inside if changed else ()
+    inside = unit.blocks_inside if unit.checkpoint_activations or unit.compile else ()
     return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, inside, unit.mesh, dims
 
 
@@ -290,9 +289,8 @@ def _run(plan: PlanData, run: Sequence[ShardUnit]) -> Iterator[str]:
     assert first is not None  # only counted units are folded into a run
     yield f"for i in range({first}, {first + len(run)}):"
     escaped = [[_quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in parts] for parts in around]
-    yield from (
-        "    " + line for line in _unit(plan, run[0], [f'f"{before}{{i}}{after}"' for before, after in escaped])
-    )
+    names = [f'f"{before}{{i}}{after}"' for before, after in escaped]
+    yield from ("    " + line for line in _unit(plan, run[0], names))
 
 
 def _unit(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> Iterator[str]:

@@ -151,11 +151,7 @@ class MeshSpec:
         return len(self.shape) > self.shard_axes
 
     def sharded_from(self, axis: str) -> MeshSpec:
-        """Return the mesh of which ``axis`` and all axes after it shard.
-
-        Raises:
-            PlanError: it is not one of the first two axes.
-        """
+        """Return the mesh of which ``axis`` and all after it shard; PlanError if it is not one of the first two."""
         if axis not in self.axis_names[:2]:
             problem = f"of a rule must be one of the first two axes of {self}, got {axis!r}"
             rule = "At most one axis, which replicates, comes before it; the experts are split over those after it"
@@ -164,11 +160,7 @@ class MeshSpec:
         return replace(self, shard_axes=len(self.shape) - self.axis_names.index(axis))
 
     def on(self, axis: str | None) -> MeshSpec:
-        """Return the mesh of one or two axes for a unit that is sharded on ``axis``, or, for None, on all that shard.
-
-        Raises:
-            PlanError: ``axis`` is not the first that shards.
-        """
+        """Return the mesh of one or two axes for a unit sharded on ``axis``, the first that shards; None is on all."""
         if axis is None and self.shard_axes == 1:
             return self
         cut = len(self.shape) - self.shard_axes

@@ -67,11 +67,7 @@ class Request:
 
 
 def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPlan:
-    """Return the plan for the model of ``tree`` as requested, on a mesh of that shape.
-
-    Raises:
-        PlanError: the rules do not fit the model or each other, or the plan is not valid.
-    """
+    """Return the plan as requested on a mesh of that shape; PlanError if rules do not fit, or the plan is not valid."""
     rules, settings = request.rules, request.settings
     check_settings("", vars(settings))
     left_alone = _ignored_fqns(tree, request.ignored_params or ())
@@ -111,12 +107,9 @@ def plan_of(
     methods: Iterable[str] = (),
     others: Iterable[str] = (),
 ) -> ShardingPlan:
-    """Return the plan whose units are ``selections``, the root among them.
+    """Return the plan whose units are ``selections``, the root among them; ``others`` are replicated too.
 
-    What FSDP2 cannot shard is replicated, and ``others`` too.
-
-    Raises:
-        PlanError: the selections split a tie or lie inside each other, or the plan is not valid.
+    Raises PlanError if the selections split a tie or lie inside each other, or the plan is not valid.
     """
     selections = _children_first(tree, selections)
     for axis in dict.fromkeys(each.overrides.get("mesh") for each in selections):

@@ -93,7 +93,7 @@ def _find_large(tree: ModelTree, blocks: Blocks, outer: int, taken: Collection[i
             below = _find_large(tree, blocks, entry, taken)
             around = any(each in taken for each in tree.subtree(entry)) or not is_called(tree, entry)
             cut = around or (len(below) > 1 and blocks.numel[entry] > blocks.limit)
-            found += below if cut else [entry] if entry in tree.first_entries else []
+            found += below if cut else [entry] * (tree.firsts[entry] == entry)
     return found
 
 

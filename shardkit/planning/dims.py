@@ -17,11 +17,10 @@ SLACK = 0.01  # how much more than with the best dims the fullest rank may hold,
 def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     """Return the plan with the dims that make its fullest rank hold at most ``SLACK`` more than it must; pure.
 
-    FSDP2 gives whole rows of dim 0 to each rank: 8 experts on 64 ranks leave 56 of them without any. It shards other
-    dims in equal parts only, and copies what is sharded so once more in each all-gather and reduce-scatter. So the
-    shapes that waste most are taken first, and no more than needed, each on the first dim that divides: its shards
-    are the longest runs in memory. Notes say which and why, and what no dim divides. Parameters in ``keep``, and those
-    of units whose rule gave a dim, stay as they are.
+    FSDP2 gives whole rows of dim 0 to each rank: 8 experts on 64 ranks leave 56 without any. It shards other dims in
+    equal parts only, and copies them once more in each collective. So the shapes that waste most are taken first, and
+    no more than needed, each on the first dim that divides, whose shards are the longest runs in memory. Notes say why.
+    Parameters in ``keep``, and those of units whose rule gave a dim, stay as they are.
     """
     keep = {*keep, *(fqn for unit in plan.units if unit.dim_given for fqn in unit.params)}
     by_shape: dict[object, list[tuple[ParamSpec, int, int]]] = defaultdict(list)
@@ -50,10 +49,8 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
 def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
     """Return the plan on another mesh, with the dims chosen for that mesh; pure. On its own mesh it is unchanged.
 
-    Dims that a rule gave stay; a note names those that the other mesh does not divide, which go back to dim 0.
-
-    Raises:
-        PlanError: a unit is sharded on an axis that is not one of the first two of ``mesh``.
+    Dims that a rule gave stay; a note names those that the other mesh does not divide, which go back to dim 0. Raises
+    PlanError where a unit is sharded on an axis that is not one of the first two of ``mesh``.
     """
     for axis in dict.fromkeys(unit.mesh for unit in plan.units if unit.mesh is not None):
         mesh = mesh.sharded_from(axis)

@@ -151,9 +151,7 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
 def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
     """Return the selections of all rules; the first match wins, for units and for tiles.
 
-    Raises:
-        PlanError: a rule matches nothing or nothing that is left, two rules claim one module for different
-            groups, a module has no forward, or an override is unknown.
+    Raises PlanError: a rule matches nothing that is left, or a module without forward; a setting is unknown.
     """
     selections: list[Selection] = []
     units: dict[int, str] = {}  # the text of the rule that took each entry

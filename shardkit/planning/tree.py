@@ -58,15 +58,15 @@ class ModelTree:
         first = seen.setdefault(id(module), entry)
         if first != entry and module in self._around(parent):
             return  # a module that is its own descendant: torch's named_modules() stops here too
-        prefix = fqn + "." if fqn else ""
+        prefix, params, children = fqn + "." if fqn else "", module._parameters, module._modules
         self.fqns.append(fqn)
         self.modules.append(module)
         self.parents.append(parent)
         self.firsts.append(first)
-        self.owned.append(self._register(prefix, module) if module._parameters else ())
+        self.owned.append(self._register(prefix, params) if params else ())
         self.ends.append(entry + 1)
-        if module._modules:
-            for name, child in module._modules.items():
+        if children:
+            for name, child in children.items():
                 if child is not None:
                     self._walk(prefix + name, child, entry, seen)
             self.ends[entry] = len(self.fqns)
@@ -77,9 +77,9 @@ class ModelTree:
             yield self.modules[entry]
             entry = self.parents[entry]
 
-    def _register(self, prefix: str, module: nn.Module) -> list[str]:
+    def _register(self, prefix: str, params: dict[str, nn.Parameter | None]) -> list[str]:
         owned: list[str] = []
-        for name, param in module._parameters.items():
+        for name, param in params.items():
             if param is not None:
                 alias = prefix + name
                 first = self.names.setdefault(id(param), alias)

@@ -89,14 +89,11 @@ def load_full_state_dict(
     moves = [Move(room.of(state.tensors[n]), given.get(s), offered[s].dtype) for n, s in sources.items()]
     scatter(moves, ranks)
     room.install()
-    _set_extra_state(model, {name: offered[s] for name, s in plan.copies.items() if name in state.others})
-    return plan.keys
-
-
-def _set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     modules: dict[str, Any] = {clean_name(name): each for name, each in model.named_modules(remove_duplicate=False)}
-    for name, value in values.items():
-        modules[name.rpartition(".")[0]].set_extra_state(value)
+    for name, source in plan.copies.items():
+        if name in state.others:
+            modules[name.rpartition(".")[0]].set_extra_state(offered[source])
+    return plan.keys
 
 
 def load_groups(model: nn.Module, src: Source) -> Groups:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.checkpoint import directory, load_checkpoint, save_checkpoint
+from shardkit.checkpoint import directory, load_checkpoint
 from shardkit.checkpoint.directory import FileEntry, Manifest
 from shardkit.checkpoint.save import check_destination
 from shardkit.errors import CheckpointError
@@ -41,7 +41,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
         damaged[at] ^= 1 << at % 8
         file.write_bytes(damaged)
         if json_or_none(bytes(damaged)) != json_or_none(sound):  # one space for another character is no damage
-            assert directory.created_if_whole(file.parent) is None, f"byte {at}"
+            assert directory.latest_checkpoint(tmp_path) is None, f"byte {at}"
 
 
 def json_or_none(text: bytes) -> object:
@@ -101,10 +101,10 @@ def test_killed_between_the_renames_the_old_one_is_found_and_put_back(tmp_path):
     path = write_checkpoint(tmp_path / "a")
     write_temporary(path)
     os.rename(path, directory.sibling_path(path, "old", 1))
-    assert directory.created_if_whole(directory.find(path)) == 1
+    assert directory.read_manifest(directory.find(path)).created == 1
     directory.clear_stale(path, token=2)
     assert listing(tmp_path) == ["a"]
-    assert directory.created_if_whole(path) == 1
+    assert directory.latest_checkpoint(tmp_path) == path
 
 
 def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="no"):
         directory.commit(path, 1, replace=True)
-    assert directory.created_if_whole(path) == 1
+    assert directory.latest_checkpoint(tmp_path) == path
 
 
 def test_leftovers_are_cleared_but_not_what_another_save_may_be_writing(tmp_path, monkeypatch):
@@ -189,21 +189,14 @@ def test_rotation_leaves_what_has_other_files_and_links(tmp_path):
 
 
 def test_a_pipe_with_the_name_of_a_manifest_hangs_nothing(tmp_path):
-    os.mkfifo(tmp_path / directory.NAME)
-    assert directory.created_if_whole(tmp_path) is None
+    (tmp_path / "a").mkdir()
+    os.mkfifo(tmp_path / "a" / directory.NAME)
+    assert directory.latest_checkpoint(tmp_path) is None
     with pytest.raises(CheckpointError, match="holds manifest"):
-        load_checkpoint(tmp_path, torch.nn.Linear(2, 2))
+        load_checkpoint(tmp_path / "a", torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_keep_counts_checkpoints(keep):
     with pytest.raises(CheckpointError, match="keep must be"):
         check_destination(Path("a"), "safetensors", False, keep)
-
-
-def test_a_model_on_meta_is_told_to_materialize(tmp_path):
-    with torch.device("meta"):
-        model = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"on the meta device.*shardkit\.materialize\(model\), or"):
-        save_checkpoint(tmp_path / "step-1", model)
-    assert not list(tmp_path.iterdir())

@@ -25,7 +25,6 @@ from meshes import mesh_of
 from safetensors.torch import load_file
 
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint, write
-from shardkit.checkpoint.chunks import covers
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
 
@@ -155,18 +154,3 @@ def test_each_argument_that_differs_is_named_with_its_ranks(tmp_path):
     with pytest.raises(CheckpointError, match=r"rank 3 differs from rank 0 in verify \(false instead of true\)"):
         load_checkpoint(tmp_path / "a", net, verify=not last)
     assert torch.equal(load_checkpoint(tmp_path / "a", net)["only"], torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("shape", "boxes", "covered"),
-    [
-        ((8,), [((0, 3),), ((3, 5),)], True),
-        ((8,), [((0, 3),), ((3, 4),)], False),
-        ((8,), [((0, 3),), ((4, 5),)], False),  # beyond the end
-        ((4, 6), [((0, 2), (0, 6)), ((2, 2), (0, 3)), ((2, 2), (3, 3))], True),
-        ((4, 0), [], True),
-        ((), [()], True),
-    ],
-)
-def test_boxes_cover_a_tensor(shape, boxes, covered):
-    assert covers(boxes, shape) is covered

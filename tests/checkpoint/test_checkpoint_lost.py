@@ -237,11 +237,11 @@ def gate(monkeypatch) -> tuple[threading.Event, list[str]]:
     opened, log = threading.Event(), []
     original = shardkit.checkpoint.save.commit_checkpoint
 
-    def write(target, *content):
-        log.append(f"begin {target.path.name}")
+    def write(path, *content, **options):
+        log.append(f"begin {path.name}")
         assert opened.wait(60)
-        original(target, *content)
-        log.append(f"end {target.path.name}")
+        original(path, *content, **options)
+        log.append(f"end {path.name}")
 
     monkeypatch.setattr(shardkit.checkpoint.save, "commit_checkpoint", write)
     return opened, log

@@ -125,30 +125,6 @@ def test_float8_weights_are_plain_in_the_file(tmp_path):
         assert_same(weights(other), weights(net.to(dtype) if dtype else net))
 
 
-class Opaque(Tensor):
-    """A wrapper that does not say what it wraps."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Opaque:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].inner)
-        raise NotImplementedError(func)
-
-
-def test_a_class_that_cannot_be_taken_apart_is_refused_before_anything_is_written(tmp_path):
-    net = nn.Linear(2, 2)
-    net.weight = nn.Parameter(Opaque(torch.ones(2, 2)), requires_grad=False)
-    with pytest.raises(CheckpointError, match=r"weight \(Opaque\)"):
-        save_checkpoint(tmp_path / "c", net)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.filterwarnings("ignore:The argument .device. of Tensor.is_pinned:DeprecationWarning")  # of torchao
 @pytest.mark.parametrize("way", ["recorded", "init", "load_pretrained"])
 def test_float8_weights_from_meta_stay_what_they_are(way, tmp_path):

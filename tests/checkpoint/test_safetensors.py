@@ -28,8 +28,8 @@ from safetensors_kinds import (
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardkit.checkpoint import chunks, write
-from shardkit.checkpoint.chunks import opened, part_of
+from shardkit.checkpoint import chunks
+from shardkit.checkpoint.chunks import part_of
 from shardkit.checkpoint.format import locate, read_parts
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
@@ -92,18 +92,6 @@ def test_above_a_size_there_are_many_files_and_an_index(tmp_path):
     into = {name: zeros_like(each) for name, each in sharded(whole, "hsdp").items()}
     read(tmp_path, into)
     assert_holds(into, whole)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_each_rank_begins_with_a_file_of_its_own(tmp_path):
-    tensors = sharded({name: torch.ones(4, 25) for name in "abcd"}, "fsdp")
-    order: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write, "opened", lambda path, flags: order.append(path.name) or opened(path, flags))
-        files = write_tensors(tmp_path, tensors, max_shard_size=400)
-    own = order[-4:]  # the first rank made them all before
-    assert own[0] == files[dist.get_rank()].name
-    assert sorted(own) == [file.name for file in files[:-1]]
 
 
 @distributed(world_size=4, backend="gloo")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.checkpoint import chunks
-from shardkit.checkpoint.chunks import blocks, inside, opened, raw, read_all, runs_of, write_all
+from shardkit.checkpoint.chunks import inside, opened, raw, read_all, write_all
 from shardkit.checkpoint.format import Entry, Located, read_parts
 
 
@@ -28,28 +27,6 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]
 
 def cut(whole: torch.Tensor, box) -> torch.Tensor:
     return inside(whole, tuple((0, size) for size in whole.shape), box)
-
-
-@given(boxes())
-def test_runs_are_the_elements_of_the_slice_in_order_and_as_long_as_can_be(drawn):
-    box, shape = drawn
-    expected = cut(torch.arange(math.prod(shape)).view(shape), box).flatten().tolist()
-    runs = runs_of(box, shape)
-    assert [start + at for start in runs.starts for at in range(runs.length)] == expected
-    gaps = [after - before != 1 for before, after in itertools.pairwise(expected)]
-    assert len(runs.starts) == sum(gaps) + bool(expected)
-
-
-@given(boxes(), st.integers(1, 40))
-def test_blocks_cover_a_part_in_order_and_are_bounded(drawn, limit):
-    box, shape = drawn
-    whole = torch.arange(math.prod(shape)).view(shape)
-    found = list(blocks(box, limit))
-    assert [each for block in found for each in cut(whole, block).flatten().tolist()] == cut(
-        whole, box
-    ).flatten().tolist()
-    for block in found:
-        assert 0 < math.prod(size for _, size in block) <= limit
 
 
 @given(drawn=boxes(), kind=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))

@@ -128,13 +128,6 @@ def copies(m):
     m._parameters["direct"] = nn.Parameter(torch.randn(4))
 
 
-def ties(m):
-    m.embed = nn.Embedding(9, 4, padding_idx=0)
-    m.head = nn.Linear(4, 9, bias=False)
-    m.head.weight = m.embed.weight
-    m.frozen = nn.Linear(4, 4).requires_grad_(False)
-
-
 def norms(m):
     m.a = nn.utils.parametrizations.weight_norm(nn.Linear(5, 7))
     m.b = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 7))
@@ -183,6 +176,6 @@ def reads_before_changes(m):
 
 FILLS = [
     in_place_parts, samplers, rejection, values_in_control_flow, constants, reused_numpy_memory, buffers, dtypes,
-    reseeding, seeded_inside, copies, ties, norms, looks_at_devices, decompositions,
+    reseeding, seeded_inside, copies, norms, looks_at_devices, decompositions,
     reads_before_changes, draws_that_depend_on_values,
 ]  # fmt: skip

@@ -28,6 +28,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
 }
 FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
+PLAIN_ONLY: list[tuple[str, dict[str, bool]]] = [  # what torch does not have for DTensors
+    ("Adagrad", {"fused": True}),
+    ("Rprop", {"foreach": False}),
+    ("Rprop", {"foreach": True}),
+    ("SGD", {"fused": True}),
+]
 
 
 def factory(name: str, **options: Any) -> Factory:

@@ -76,17 +76,6 @@ def scaled(module: nn.Module) -> None:
         nn.init.normal_(module.bias)
 
 
-def test_init_is_model_apply_after_construction():
-    torch.manual_seed(7)
-    plain = net().apply(scaled)
-    after = torch.get_rng_state()
-    torch.manual_seed(7)
-    model = build_sharded(net)
-    materialize(model, init=scaled)
-    assert differences(plain, model) == []
-    assert torch.equal(after, torch.get_rng_state())
-
-
 def test_plain_meta_models_use_their_reset_parameters():
     def build():
         return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.MultiheadAttention(4, 2), nn.LSTM(4, 3))

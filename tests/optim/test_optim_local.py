@@ -12,6 +12,7 @@ from grads_net import MESHES, give_grads, sharded_net
 from optim_nets import (
     FUSED,
     OPTIONS,
+    PLAIN_ONLY,
     assert_same_parameters,
     assert_same_state,
     factory,
@@ -31,14 +32,7 @@ CASES = [
     (name, flags)
     for name in OPTIONS
     for flags in ({"foreach": False}, {"foreach": True}, {"fused": True})
-    if name in FUSED or "fused" not in flags
-]
-# What torch does not have for DTensors, so that the shards as plain tensors say what is right.
-PLAIN_ONLY = [
-    ("Adagrad", {"fused": True}),
-    ("Rprop", {"foreach": False}),
-    ("Rprop", {"foreach": True}),
-    ("SGD", {"fused": True}),
+    if (name in FUSED or "fused" not in flags) and (name, flags) not in PLAIN_ONLY
 ]
 
 
@@ -67,30 +61,11 @@ def check_same_bits(name, flags, steps):
 # In a pretended world values of a step are right, since it has no collectives.
 
 
-@pytest.mark.parametrize(("name", "flags"), [case for case in CASES if case not in PLAIN_ONLY])
+@pytest.mark.parametrize(("name", "flags"), CASES)
 def test_the_same_bits_as_the_dtensor_step(name, flags):
     for rank in (1, 3):  # the last one's parts are smaller, or empty
         with fake_world(4, rank=rank):
             check_same_bits(name, flags, steps=4)
-
-
-@pytest.mark.parametrize(("name", "flags"), PLAIN_ONLY)
-@fake_world(4, rank=1)
-def test_steps_that_torch_has_for_plain_tensors_only(name, flags):
-    net, make = sharded_net((4,)), factory(name, **flags)
-    shards = [nn.Parameter(local(param).clone()) for param in trainable(net)]
-    ours, plain = step_on_local_shards(make(trainable(net))), make(shards)
-    for step in range(4):
-        give_random_grads(net, step)
-        for shard, param in zip(shards, trainable(net), strict=True):
-            shard.grad = local(param.grad).clone()
-        ours.step()
-        plain.step()
-    for shard, param in zip(shards, trainable(net), strict=True):
-        assert torch.equal(shard, local(param))
-        assert plain.state[shard].keys() == ours.state[param].keys()
-        for key, value in plain.state[shard].items():
-            assert torch.equal(value, local(ours.state[param][key])), key
 
 
 @pytest.mark.parametrize("mesh", MESHES)

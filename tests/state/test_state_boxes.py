@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from unittest import mock
 
 import pytest
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardkit.shards import cut, local_box, local_value
+from shardkit.shards import local_value
 from shardkit.state import boxes
-from shardkit.state.boxes import EACH_ALONE, Move, gather, holders, model_group, scatter
+from shardkit.state.boxes import EACH_ALONE, Move, gather, model_group, scatter
 from shardkit.testing import comm_counts, distributed, fake_world
 
 MESHES = {(4,): ["dp"], (2, 2): ["dp", "tp"], (2, 1, 2): ["dp", "cp", "tp"]}
@@ -95,23 +94,6 @@ def test_the_all_gather_of_other_backends_gives_the_same():
 
 
 # Which rank holds what.
-
-
-def test_holders_have_every_element_once():
-    with fake_world(8):
-        mesh = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-        for places in itertools.product([Replicate(), Shard(0), Shard(1)], repeat=3):
-            like = distribute_tensor(torch.zeros(7, 3), mesh, places)
-            for replica in ((0, 0, 0), (1, 0, 1)):
-                counts = torch.zeros(7, 3)
-                found = holders(like, replica)
-                for _, box in found:
-                    cut(counts, box).add_(1)
-                assert counts.eq(1).all(), places
-                split = [not place.is_replicate() for place in places]
-                expected = [mesh.mesh[tuple(slice(None) if s else at for s, at in zip(split, replica, strict=True))]]
-                assert sorted(rank for rank, _ in found) == sorted(expected[0].flatten().tolist())
-            assert dict(holders(like))[0] == local_box(like)
 
 
 def test_a_mesh_of_two_axes_on_some_ranks_gets_a_group_of_its_own_once():

@@ -195,11 +195,3 @@ def test_blocks_are_checkpointed_and_the_rest_is_not():
     blocks = {f"layers.{i}" for i in range(3)}
     assert {unit.name for unit in units} == {"embed", "(root)", *blocks}
     assert {unit.name for unit in units if unit.checkpoint_activations} == blocks
-
-
-def test_buffers_and_the_broadcast_are_of_the_translation():
-    model = Decoder()
-    model.register_buffer("scale", torch.ones(2))
-    translation = from_config(accelerate() | {"mixed_precision": "bf16"}, model)
-    assert translation.sync_module_states
-    assert translation.buffer_dtypes == {"scale": BF16}

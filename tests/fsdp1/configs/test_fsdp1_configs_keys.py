@@ -73,33 +73,6 @@ def test_every_key_is_answered_for_once(name, data):
     assert all(note.support in ("noted", "refused") for note in notes_on_accelerate(reading.target))
 
 
-def test_every_answer_of_every_table_is_a_fate_and_a_sentence():
-    assert len(TABLES) > 10
-    for table in TABLES:
-        words = [word for words in table for word in words.split()]
-        assert len(words) == len(set(words))
-        for row in table.values():
-            for answer in answers_of(row):
-                support, _, sentence = answer.partition(": ")
-                assert (support in SUPPORT, sentence.endswith(".")) == (True, True), answer
-
-
-def answers_of(row):
-    """The answers of a line of a table, after a look that it has one for each value."""
-    if isinstance(row, str):
-        return [row]
-    if callable(row.answers):
-        return [row.answers(row.default)]
-    if isinstance(row.answers, str):
-        return [row.answers]
-    assert row.default in row.answers
-    if True in row.answers:
-        assert row.answers.keys() == {True, False, row.default}
-    else:
-        assert all(row.kind.parse(value) == value for value in row.answers.keys() - {None})
-    return row.answers.values()
-
-
 class Model(Decoder):
     """With the names that transformers' models have."""
 

@@ -1,6 +1,5 @@
 """torch's own FSDP1 functions on models of the drop-in, what the drop-in announces, and its grad scaler."""
 
-import functools
 import inspect
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
@@ -29,56 +28,18 @@ def guarded():
     guards.uninstall()
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    """A model, and the calls that reach the drop-in's functions: name, positional arguments, keywords."""
+@pytest.mark.parametrize("name", sorted(guards.GUARDED))
+def test_torchs_function_acts_on_a_model_of_ours(name, monkeypatch, request):
+    torchs = inspect.signature(getattr(TorchFSDP, name))
+    if name != "rekey_optim_state_dict":
+        assert list(inspect.signature(getattr(FSDP, name)).parameters) == list(torchs.parameters)
     calls = []
-    for name in guards.GUARDED:
-        record = functools.partial(lambda name, *args, **kwargs: calls.append((name, args, kwargs)) or name, name)
-        monkeypatch.setattr(FSDP, name, staticmethod(record))
-    guards.uninstall()
-    with fake_world(2):
-        yield FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2))), calls
-    guards.uninstall()
-
-
-OPTIMIZER = torch.optim.SGD([torch.zeros(1)])
-
-# A call of each function, of a model.
-CALLS = {
-    "state_dict_type": lambda f, m: f(m, StateDictType.FULL_STATE_DICT),
-    "set_state_dict_type": lambda f, m: f(m, state_dict_type=StateDictType.FULL_STATE_DICT),
-    "get_state_dict_type": lambda f, m: f(m),
-    "summon_full_params": lambda f, m: f(m, writeback=False),
-    "optim_state_dict": lambda f, m: f(m, None),
-    "full_optim_state_dict": lambda f, m: f(m, OPTIMIZER),
-    "sharded_optim_state_dict": lambda f, m: f(model=m, optim=OPTIMIZER),
-    "optim_state_dict_to_load": lambda f, m: f(m, None, {}),
-    "shard_full_optim_state_dict": lambda f, m: f({}, m),
-    "scatter_full_optim_state_dict": lambda f, m: f(None, model=m),
-    "flatten_sharded_optim_state_dict": lambda f, m: f({}, m, None),
-    "rekey_optim_state_dict": lambda f, m: f({}, None, m),
-    "fsdp_modules": lambda f, m: f(m),
-    "clip_grad_norm_": lambda f, m: f(m, 1.0),
-    "no_sync": lambda f, m: f(m),
-}
-
-
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"rekey_optim_state_dict"}))
-def test_the_drop_in_has_it_with_torchs_parameters(name):
-    ours, torchs = (inspect.signature(getattr(kind, name)).parameters for kind in (FSDP, TorchFSDP))
-    assert list(ours) == list(torchs)
-    assert [each.default for each in ours.values()] == [each.default for each in torchs.values()]
-
-
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_it_acts_on_a_model_of_ours(name, recorded):
-    ours, calls = recorded
-    for model in (ours, ours[0]) if name in ("clip_grad_norm_", "no_sync") else (nn.Sequential(ours),):
-        assert CALLS[name](getattr(TorchFSDP, name), model) == name
-        called, args, kwargs = calls.pop()
-        assert called == name
-        assert any(each is model for each in (*args, *kwargs.values()))
+    monkeypatch.setattr(FSDP, name, staticmethod(lambda *args, **kwargs: calls.append((*args, *kwargs.values()))))
+    guarded = request.getfixturevalue("guarded")  # which installs what is there then
+    for model in (guarded, guarded[0]) if "self" in torchs.parameters else (nn.Sequential(guarded),):
+        given = {each: model if each in ("self", "model", "module") else None for each in torchs.parameters}
+        getattr(TorchFSDP, name)(*given.values())
+        assert any(each is model for each in calls.pop())
 
 
 def test_for_other_models_and_callers_it_is_torchs(guarded):

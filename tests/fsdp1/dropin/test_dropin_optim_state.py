@@ -8,21 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shim_optimizers import (
-    FULL,
-    NAME,
-    OPTIMIZERS,
-    Parent,
-    set_type,
-    train,
-    two_groups,
-    wrapped,
-)
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from trees import assert_same
@@ -32,6 +22,90 @@ from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel 
 from shardkit.testing import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+
+class Body(nn.Module):
+    """Tied, frozen, and an inner module that the tests let FSDP ignore; 7 and 5 do not divide by 2.
+
+    Rows of 32, so that vectors of 8 or 16 cover shards and full tensors alike: what is left over is rounded otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 32)
+        self.up, self.down = nn.Linear(32, 5), nn.Linear(5, 32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.apart = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.apart(self.frozen(x + self.down(self.up(x).relu()))))
+
+
+class Parent(nn.Module):
+    """Has a parameter that is not wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shift = nn.Parameter(torch.ones(7))
+        self.body = Body()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.body(ids) + self.shift
+
+
+def wrapped(whole: bool = False) -> nn.Module:
+    """Frozen and trained parameters are apart, as use_orig_params=False needs it. ``whole``: all of it is wrapped."""
+    net = Parent()
+    net.body.frozen, net.body.up = FSDP(net.body.frozen), FSDP(net.body.up)
+    if whole:
+        return FSDP(net)
+    net.body = FSDP(net.body, ignored_modules=[net.body.apart])
+    return net
+
+
+def two_groups(model: nn.Module, backwards: bool = False) -> list[dict[str, Any]]:
+    """Two groups with options of their own, and an empty one between them."""
+    named = list(model.named_parameters())
+    weights = [param for name, param in named if "bias" not in name]
+    biases = [param for name, param in named if "bias" in name]
+    step = -1 if backwards else 1
+    return [
+        {"params": weights[::step], "note": "weights"},
+        {"params": []},
+        {"params": biases[::step], "lr": 0.02, "weight_decay": 0.0},
+    ]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "adam_fused": lambda groups: torch.optim.Adam(groups, lr=0.01, fused=True),
+    "adamw_foreach": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=True, amsgrad=True),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+}
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
+    """Losses of steps with the same tokens on all ranks, so that the mean of two gradients is exactly the gradient."""
+    losses = []
+    for step in steps:
+        ids = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(step))
+        loss = model(ids).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def set_type(model: nn.Module, kind: StateDictType, **options: Any) -> None:
+    FSDP.set_state_dict_type(model, kind, None, FullOptimStateDictConfig(**options) if kind is FULL else None)
 
 
 def test_what_is_not_supported_says_what_to_use():
@@ -39,7 +113,7 @@ def test_what_is_not_supported_says_what_to_use():
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     calls = {
         "rekey_optim_state_dict is not supported.*optim_state_dict_to_load by number": lambda: (
-            FSDP.rekey_optim_state_dict({}, NAME, model, optim=optimizer)
+            FSDP.rekey_optim_state_dict({}, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
         ),
         "optim_input is not supported.*pass optim": lambda: FSDP.full_optim_state_dict(
             model, optimizer, optim_input=model.parameters()
@@ -117,6 +191,52 @@ def test_state_is_that_of_plain_training_and_training_goes_on_from_it():
             resumed(how, fresh, other, full, sharded)
             assert train(fresh, other, range(3, 6)) == later, (name, how)
             assert_same(full, before)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@distributed(world_size=2, backend="gloo")
+def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
+    """Of ShardedTensors; the programs exchange full state. No module is ignored: FSDP1 keeps state of those apart."""
+    net, own, make = (
+        Parent(),
+        {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")},
+        OPTIMIZERS["adamw"],
+    )
+    net.body.frozen, net.body.up = TorchFSDP(net.body.frozen, **own), TorchFSDP(net.body.up, **own)
+    net.body = TorchFSDP(net.body, ignored_modules=[net.body.apart], **own)
+    theirs = make(list(net.parameters()))
+    train(net, theirs, range(3))
+    ours = wrapped()
+    ours.load_state_dict(copy.deepcopy(net.state_dict()))
+    optimizer = make(ours.parameters())
+    with TorchFSDP.state_dict_type(net, SHARDED):
+        state = TorchFSDP.optim_state_dict(net, theirs)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(ours, optimizer, state))
+    assert train(ours, optimizer, range(3, 6)) == train(net, theirs, range(3, 6))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_torchs_checkpoint_functions_get_state_and_set_it_from_rank0():
+    """One after the other: set_state_dict takes two empty dicts for a wish to load the optimizer alone."""
+
+    def fresh() -> tuple[nn.Module, Optimizer]:
+        net = Parent()
+        net.body = FSDP(net.body)
+        model = FSDP(net)
+        return model, OPTIMIZERS["adamw"](model.parameters())
+
+    model, optimizer = fresh()
+    train(model, optimizer, range(3))
+    weights, full = copy.deepcopy((model.state_dict(), FSDP.optim_state_dict(model, optimizer)))
+    found = dsd.get_optimizer_state_dict(model, optimizer, options=dsd.StateDictOptions(full_state_dict=True))
+    assert_same(found["state"], full["state"])
+    expected = train(model, optimizer, range(3, 6))
+    model, optimizer = fresh()
+    given = (weights, full) if dist.get_rank() == 0 else ({}, {})
+    from_rank0 = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dsd.set_model_state_dict(model, given[0], options=from_rank0)
+    dsd.set_optimizer_state_dict(model, optimizer, given[1], options=from_rank0)
+    assert train(model, optimizer, range(3, 6)) == expected
 
 
 def as_held(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:

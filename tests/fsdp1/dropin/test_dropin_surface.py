@@ -119,29 +119,3 @@ def test_optimizers_that_torch_steps_in_backward_are_refused():
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
     with pytest.raises(TranslationError, match=r"Call shardkit\.optimizer_in_backward"):
         model(torch.ones(2, 6))
-
-
-@distributed(world_size=2, backend="gloo")
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_module_that_is_wrapped_twice_trains_like_one_that_is_wrapped_once(dtype):
-    """As programs did because a root's parameters stayed gathered: those of the inner wrapper do not."""
-    once, twice = (FSDP(chain(), mixed_precision=MixedPrecision(dtype, torch.float32)) for _ in range(2))
-    twice = FSDP(twice, mixed_precision=MixedPrecision(dtype, torch.float32))
-    for model in (once, twice):
-        model(torch.ones(2, 6)).float().square().sum().backward()
-        with model.no_sync():
-            model(torch.ones(2, 6)).float().sum().backward()
-        model(torch.ones(2, 6)).float().sum().backward()
-        assert model.clip_grad_norm_(0.1) > 0.1
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    expected = once.state_dict()
-    assert isinstance(twice.module, FSDP)
-    assert all(isinstance(param, DTensor) for param in twice.parameters())
-    assert {name: value.tolist() for name, value in twice.state_dict().items()} == {
-        name: value.tolist() for name, value in expected.items()
-    }
-    with FSDP.summon_full_params(twice):
-        assert {name for name, _ in twice.named_parameters()} == expected.keys()
-        assert torch.equal(twice.module[0].weight, expected["0.weight"])
-    twice.load_state_dict({name: torch.zeros_like(value) for name, value in expected.items()})
-    assert twice(torch.ones(2, 6)).abs().sum() == 0

@@ -225,29 +225,18 @@ def test_what_one_rank_is_told_otherwise_is_an_error_on_all():
 
 
 @distributed(world_size=4, backend="gloo")
-def test_an_initializer_that_fails_on_one_rank_fails_on_all():
+def test_an_initializer_that_fails_or_is_missing_is_an_error_on_all():
     def make(module, odd):
         if odd and isinstance(module, nn.Embedding):
             raise OSError("no such file")
         module.to_empty(device="cpu", recurse=False)
 
     with torch.device("meta"):
-        first, second = Decoder(), Decoder()
+        first, second, third = Decoder(), Decoder(), Block()
+        third.scale = nn.Parameter(torch.ones(3))
     odd = dist.get_rank() == 1
     fails(TranslationError, "OSError: no such file", first, param_init_fn=functools.partial(make, odd=odd), **BLOCKS)
     fails(TranslationError, "left .* on meta", second, param_init_fn=lambda module: None, **BLOCKS)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_a_meta_module_that_cannot_be_reset_is_refused():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.scale = nn.Parameter(torch.ones(3))
-
-    with torch.device("meta"):
-        model = Own()
-    before = snapshot(model)
-    fails(TranslationError, "has no reset_parameters", model)
-    assert snapshot(model) == before
+    before = snapshot(third)
+    fails(TranslationError, "has no reset_parameters", third)
+    assert snapshot(third) == before

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
-    MixedPrecisionPolicy,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -194,24 +193,6 @@ def test_the_node_size_comes_from_torchrun_an_argument_or_an_error(monkeypatch):
 
 
 # Settings of units.
-
-
-def test_mixed_precision_is_a_policy_of_each_unit():
-    precision = MixedPrecision(BF16, F32)
-    plan = translate_fsdp1(Decoder(), mixed_precision=precision, auto_wrap_policy=BLOCKS).plan
-    assert {unit.mp_policy for unit in plan.units[:-1]} == {MixedPrecisionPolicy(BF16, F32, cast_forward_inputs=False)}
-    assert plan.units[-1].mp_policy == MixedPrecisionPolicy(BF16, F32)
-    precision = MixedPrecision(BF16, cast_forward_inputs=True, cast_root_forward_inputs=False)
-    plan = translate_fsdp1(Decoder(), mixed_precision=precision, auto_wrap_policy=BLOCKS).plan
-    assert {unit.mp_policy for unit in plan.units} == {MixedPrecisionPolicy(BF16, BF16)}  # FSDP1 reduced in param_dtype
-
-
-def test_batch_norm_is_a_unit_in_full_precision():
-    plan = translate_fsdp1(ConvNet(), mixed_precision=MixedPrecision(BF16), auto_wrap_policy={nn.Linear}).plan
-    policies = {unit.name: unit.mp_policy for unit in plan.units}
-    assert policies["body.0"] == policies["body.3"] == MixedPrecisionPolicy(F32, F32, output_dtype=BF16)
-    plan = translate_fsdp1(ConvNet(), mixed_precision=MixedPrecision(BF16)).plan  # without a policy FSDP1 does not
-    assert [unit.name for unit in plan.units] == ["(root)"]
 
 
 def test_buffers_follow_the_unit_around_them():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fsdp1_models import fsdp1
 from small_models import Block, Decoder
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -110,21 +110,6 @@ def test_on_a_model_of_the_zoo(name):
     precision = [BF16, None, MixedPrecision(torch.bfloat16, _module_classes_to_ignore=[nn.LayerNorm])][turn % 3]
     policy, ignore = POLICIES[turn % len(POLICIES)], turn % 2
     assert assert_same_units(ZOO[name].build, ignore, auto_wrap_policy=policy, mixed_precision=precision)
-
-
-def test_on_blocks_of_transformers():
-    for name, block in (("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block"), ("t5", "T5Block")):
-        model = ZOO[name].build()
-        classes = {type(module) for module in model.modules() if type(module).__name__ == block}
-        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
-        assert assert_same_units(ZOO[name].build, auto_wrap_policy=policy, mixed_precision=BF16) > 3
-
-
-def test_a_custom_policy_may_give_the_root_what_it_likes():
-    """The policy is asked for the root too, which takes its own arguments."""
-    policy = CustomPolicy(lambda module: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP})
-    plan = translate_fsdp1(Decoder(), auto_wrap_policy=policy).plan
-    assert [unit.reshard_after_forward for unit in plan.units] == [False] * len(plan.units)
 
 
 # What a policy may be.

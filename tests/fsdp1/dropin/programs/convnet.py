@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import generator_of, parse, read, run, write
+from harness import generator_of, parse, read, write
 from torch import nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import BackwardPrefetch, CPUOffload, ShardingStrategy
@@ -93,7 +93,3 @@ def main(argv=None):
     if args.out:
         write(model.state_dict(), args.out)
     return losses
-
-
-if __name__ == "__main__":
-    run(main)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn.functional as F
-from harness import generator_of, hybrid_groups, parse, read, run, write
+from harness import generator_of, hybrid_groups, parse, read, write
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import always_wrap_policy, size_based_auto_wrap_policy
@@ -149,7 +149,3 @@ def main(argv=None):
     with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model.teacher, writeback=False):
         losses.append(model.teacher.features(torch.ones(2, 5)).mean().item())
     return losses
-
-
-if __name__ == "__main__":
-    run(main)

@@ -11,7 +11,7 @@ from copy import deepcopy
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import generator_of, parse, read, read_own, run, write, write_own
+from harness import generator_of, parse, read, read_own, write, write_own
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
@@ -194,7 +194,3 @@ def main(argv=None):
             save_checkpoint(args.out, model, ema, opt, step + 1)
     losses.append(sample(ema))
     return losses
-
-
-if __name__ == "__main__":
-    run(main)

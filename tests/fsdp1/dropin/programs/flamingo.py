@@ -6,18 +6,10 @@ own blocks are unfrozen, as FSDP needs for freeing them, and left out of the opt
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 import torch.nn.functional as F
-from harness import Block, generator_of, parse, read, run, write
+from harness import Block, generator_of, parse, read, write
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 
@@ -95,16 +87,13 @@ class Flamingo(nn.Module):
 
 
 def optimizer_of(model, args):
-    named = [
-        (name, param)
-        for name, param in model.named_parameters()
-        if param.requires_grad and not getattr(param, "exclude_from_optimizer", False)
-    ]
-    decay = [param for name, param in named if "gated_cross_attn" in name]
-    rest = [param for name, param in named if "gated_cross_attn" not in name]
-    assert not any("old_decoder_blocks" in name for name, _ in named)
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=args.learning_rate)
+    groups = {True: [], False: []}
+    for name, param in model.named_parameters():
+        if param.requires_grad and not getattr(param, "exclude_from_optimizer", False):
+            assert "old_decoder_blocks" not in name
+            groups["gated_cross_attn" in name].append(param)
+    decays = [{"params": params, "weight_decay": 0.1 * decays} for decays, params in groups.items()]
+    return torch.optim.AdamW(decays, lr=args.learning_rate)
 
 
 def trained_only(model, state):
@@ -116,9 +105,9 @@ def trained_only(model, state):
 def save(model, optimizer, path):
     FSDP.set_state_dict_type(
         model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
-        FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
+        fsdp.StateDictType.FULL_STATE_DICT,
+        fsdp.FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
+        fsdp.FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
     )
     state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer, group=dist.group.WORLD)
     write({"model": trained_only(model, state), "optimizer": optim}, path)
@@ -126,7 +115,7 @@ def save(model, optimizer, path):
 
 def load(model, optimizer, path):
     state = read(path)
-    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig())
+    FSDP.set_state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig())
     assert not model.load_state_dict(state["model"], strict=False).unexpected_keys
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
 
@@ -141,14 +130,14 @@ def main(argv=None):
     half = torch.bfloat16
     model.wrap_fsdp({
         "process_group": None,
-        "cpu_offload": CPUOffload(offload_params=False),
+        "cpu_offload": fsdp.CPUOffload(offload_params=False),
         "device_id": torch.device("cpu"),
         "sync_module_states": True,
-        "sharding_strategy": ShardingStrategy[args.strategy],
+        "sharding_strategy": fsdp.ShardingStrategy[args.strategy],
         "use_orig_params": not args.flat,
-        "mixed_precision": MixedPrecision(half, half, half) if args.precision == "amp_bf16" else None,
+        "mixed_precision": fsdp.MixedPrecision(half, half, half) if args.precision == "amp_bf16" else None,
         "forward_prefetch": True,
-        "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+        "backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_POST,
         "limit_all_gathers": True,
     })  # fmt: skip
     optimizer = optimizer_of(model, args)
@@ -158,10 +147,8 @@ def main(argv=None):
     for step in range(args.first, args.steps):
         generator = generator_of(step)
         for weight in (1.0, 0.2):  # one batch from each of two data sets
-            images, tokens = (
-                torch.randn(2, 3, 4, generator=generator),
-                torch.randint(0, 30, (2, 6), generator=generator),
-            )
+            images = torch.randn(2, 3, 4, generator=generator)
+            tokens = torch.randint(0, 30, (2, 6), generator=generator)
             logits = model(images, tokens[:, :-1]).float()
             loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
             (weight * loss).backward()
@@ -172,7 +159,3 @@ def main(argv=None):
         if args.out and step + 1 == args.save_at:
             save(model, optimizer, args.out)
     return losses
-
-
-if __name__ == "__main__":
-    run(main)

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def parse(argv, **defaults):
-    """The command line: a switch for each False, an option for each other default. Starts the process group."""
+    """The command line: a switch for each False, an option for each other default."""
     parser = argparse.ArgumentParser()
     for name, default in defaults.items():
         option = f"--{name.replace('_', '-')}"
@@ -35,10 +35,38 @@ def parse(argv, **defaults):
             parser.add_argument(option, action="store_true")
         else:
             parser.add_argument(option, type=float if default is None else type(default), default=default)
-    args = parser.parse_args(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return args
+    return parser.parse_args(argv)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained correction of low rank."""
+
+    def __init__(self, base_layer, rank=2):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class Decoder(nn.Module):
+    """A language model of Blocks."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self, vocabulary, width, depth=2):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(vocabulary, width), nn.LayerNorm(width)
+        self.layers = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
 
 
 def generator_of(step, stride=10):
@@ -55,6 +83,12 @@ def checkpoint_modules(model, check_fn):
 def class_named(model, name):
     """The class of the first module whose class has this name."""
     return next(type(module) for module in model.modules() if type(module).__name__ == name)
+
+
+def is_trained_leaf(module):
+    """Whether a module has no children and a weight that trains, for policies that keep trained and frozen apart."""
+    weight = getattr(module, "weight", None)
+    return not list(module.named_children()) and weight is not None and weight.requires_grad
 
 
 def hybrid_groups():
@@ -88,8 +122,3 @@ def read_own(folder):
 
 def own_path(folder):
     return os.path.join(folder, f"rank{dist.get_rank()}.pt")
-
-
-def run(main):
-    print(main())
-    dist.destroy_process_group()

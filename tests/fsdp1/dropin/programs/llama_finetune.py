@@ -4,22 +4,10 @@ Policies and checkpoint handlers are in llama_policies.py. Evaluation prints a p
 are directories of torch.distributed.checkpoint.
 """
 
-import contextlib
-
+import llama_policies as policies
 import torch
 import torch.distributed as dist
-from harness import checkpoint_modules, parse, run
-from llama_policies import (
-    OFFLOAD,
-    PRECISION,
-    fsdp_auto_wrap_policy,
-    get_llama_wrapper,
-    load_model_sharded,
-    load_optimizer_sharded,
-    save_adapters,
-    save_model_and_optimizer_sharded,
-)
-from torch import nn
+from harness import Adapted, checkpoint_modules, parse
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -28,37 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 
-class LoraLinear(nn.Module):
-    """A frozen linear layer and a trained correction of low rank."""
-
-    def __init__(self, base_layer, r=2, alpha=4):
-        super().__init__()
-        self.base_layer = base_layer
-        self.lora_A = nn.Linear(base_layer.in_features, r, bias=False)
-        self.lora_B = nn.Linear(r, base_layer.out_features, bias=False)
-        self.scaling = alpha / r
-
-    def forward(self, x):
-        result = self.base_layer(x)
-        correction = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * self.scaling
-        return result + correction.to(result.dtype)
-
-
 def get_peft_model(model):
     """Freeze the model and put LoRA on queries and values."""
-    for param in model.parameters():
-        param.requires_grad = False
+    model.requires_grad_(False)
     for layer in model.model.layers:
         for name in ("q_proj", "v_proj"):
-            setattr(layer.self_attn, name, LoraLinear(getattr(layer.self_attn, name)))
+            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
     return model
-
-
-def freeze_transformer_layers(model, count):
-    for index, layer in enumerate(model.model.layers):
-        if index < count:
-            for param in layer.parameters():
-                param.requires_grad = False
 
 
 def build_model(args, rank):
@@ -67,35 +31,30 @@ def build_model(args, rank):
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32, pad_token_id=0, use_cache=False,
     )  # fmt: skip
-    if args.low_cpu_fsdp and rank != 0:
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-    else:
+    with torch.device("meta" if args.low_cpu_fsdp and rank != 0 else "cpu"):
         model = LlamaForCausalLM(config)
-    if args.pure_bf16:
-        model.to(torch.bfloat16)
-    if args.use_peft:
-        with torch.device("meta") if args.low_cpu_fsdp and rank != 0 else contextlib.nullcontext():
+        if args.use_peft:
             model = get_peft_model(model)
-    elif args.freeze_layers:
-        freeze_transformer_layers(model, args.freeze_layers)
+    model.model.layers[: args.freeze_layers].requires_grad_(False)
     return model
 
 
+def make_room(module):
+    module.to_empty(device=torch.device("cpu"), recurse=False)
+
+
 def wrap_model(model, args, rank):
-    policy = fsdp_auto_wrap_policy(LlamaDecoderLayer) if args.use_peft else get_llama_wrapper()
+    policy = policies.fsdp_auto_wrap_policy(LlamaDecoderLayer) if args.use_peft else policies.get_llama_wrapper()
     model = FSDP(
         model,
         auto_wrap_policy=policy,
-        cpu_offload=OFFLOAD if args.fsdp_cpu_offload else None,
-        mixed_precision=None if args.pure_bf16 else PRECISION[args.precision],
+        cpu_offload=policies.OFFLOAD if args.fsdp_cpu_offload else None,
+        mixed_precision=policies.PRECISION[args.precision],
         sharding_strategy=ShardingStrategy[args.sharding_strategy],
         device_id=torch.device("cpu"),
         limit_all_gathers=True,
         sync_module_states=args.low_cpu_fsdp,
-        param_init_fn=(lambda module: module.to_empty(device=torch.device("cpu"), recurse=False))
-        if args.low_cpu_fsdp and rank != 0
-        else None,
+        param_init_fn=make_room if args.low_cpu_fsdp and rank != 0 else None,
         use_orig_params=args.freeze_layers > 0,
     )
     if args.fsdp_activation_checkpointing:
@@ -119,8 +78,7 @@ def evaluation(model, args, rank, world_size):
         with torch.no_grad():
             eval_loss += model(**batch).loss.detach().float()
     dist.all_reduce(eval_loss, op=dist.ReduceOp.SUM)
-    eval_epoch_loss = eval_loss / 2 / world_size
-    return eval_epoch_loss.item()
+    return eval_loss.item() / 2 / world_size
 
 
 def train(model, optimizer, scheduler, args, rank, world_size):
@@ -132,51 +90,39 @@ def train(model, optimizer, scheduler, args, rank, world_size):
             loss = model(**batch).loss / args.gradient_accumulation_steps
             losses.append(loss.detach().float().item())
             last = (step + 1) % args.gradient_accumulation_steps == 0 or step + 1 == args.steps
-            if scaler is not None:
-                scaler.scale(loss).backward()
-                if last:
-                    if args.gradient_clipping:
-                        scaler.unscale_(optimizer)
-                        model.clip_grad_norm_(args.gradient_clipping)
-                    scaler.step(optimizer)
-                    scaler.update()
-                    optimizer.zero_grad()
-            else:
-                loss.backward()
-                if last:
-                    if args.gradient_clipping:
-                        model.clip_grad_norm_(args.gradient_clipping)
-                    optimizer.step()
-                    optimizer.zero_grad()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if last and scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+            elif last:
+                optimizer.step()
+            if last:
+                optimizer.zero_grad()
         scheduler.step()
         losses.append(evaluation(model, args, rank, world_size))
         if args.out and epoch == args.first_epoch:
-            save_model_and_optimizer_sharded(model, args.out + "/sharded", optimizer)
+            policies.save_model_and_optimizer_sharded(model, args.out + "/sharded", optimizer)
             if args.use_peft:
-                save_adapters(model, args.out + "/adapters.pt")
+                policies.save_adapters(model, args.out + "/adapters.pt")
     return losses
 
 
 def main(argv=None):
     args = parse(
         argv, steps=3, num_epochs=2, first_epoch=0, lr=0.005, seed=42, gradient_accumulation_steps=1,
-        gradient_clipping=0.0, sharding_strategy="FULL_SHARD", precision="none", freeze_layers=0, use_peft=False,
-        low_cpu_fsdp=False, pure_bf16=False, use_fp16=False, fsdp_cpu_offload=False,
+        sharding_strategy="FULL_SHARD", precision="none", freeze_layers=0, use_peft=False,
+        low_cpu_fsdp=False, use_fp16=False, fsdp_cpu_offload=False,
         fsdp_activation_checkpointing=False, dist_checkpoint="", out="",
     )  # fmt: skip
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = wrap_model(build_model(args, rank), args, rank)
     if args.dist_checkpoint:
-        load_model_sharded(model, args.dist_checkpoint)
+        policies.load_model_sharded(model, args.dist_checkpoint)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=args.lr, weight_decay=0.01, foreach=False
     )
     scheduler = StepLR(optimizer, step_size=1, gamma=0.85)
     if args.dist_checkpoint:
-        load_optimizer_sharded(model, optimizer, args.dist_checkpoint)
+        policies.load_optimizer_sharded(model, optimizer, args.dist_checkpoint)
     assert model.module.config.model_type == "llama"
     return train(model, optimizer, scheduler, args, rank, world_size)
-
-
-if __name__ == "__main__":
-    run(main)

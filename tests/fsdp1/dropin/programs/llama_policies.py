@@ -1,11 +1,11 @@
 """What llama_finetune.py imports: precision policies, wrapping policies and checkpoint handlers of its own."""
 
 import functools
-import os
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import is_trained_leaf, write
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import CPUOffload
@@ -14,12 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 PRECISION = {
     "none": None,
-    "bf16": MixedPrecision(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.bfloat16,
-        buffer_dtype=torch.bfloat16,
-        cast_forward_inputs=True,
-    ),
+    "bf16": MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, cast_forward_inputs=True),
     "mixed": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16),
 }
 OFFLOAD = CPUOffload(offload_params=True)
@@ -32,15 +27,7 @@ def get_llama_wrapper():
 
 def fsdp_auto_wrap_policy(*transformer_layers):
     """Layers are units, and every leaf that trains is one of its own: frozen and trained ones never share a unit."""
-
-    def lambda_policy_fn(module):
-        return (
-            len(list(module.named_children())) == 0
-            and getattr(module, "weight", None) is not None
-            and module.weight.requires_grad
-        )
-
-    lambda_policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda_policy_fn)
+    lambda_policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_trained_leaf)
     transformer_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(transformer_layers))
     return functools.partial(_or_policy, policies=[lambda_policy, transformer_policy])
 
@@ -51,11 +38,7 @@ def save_model_and_optimizer_sharded(model, directory, optimizer=None):
         state_dict = {"model": model.state_dict()}
         if optimizer is not None:
             state_dict["optim"] = FSDP.optim_state_dict(model, optimizer)
-        dcp.save(
-            state_dict=state_dict,
-            storage_writer=dcp.FileSystemWriter(directory),
-            planner=dcp.DefaultSavePlanner(),
-        )
+        dcp.save(state_dict, storage_writer=dcp.FileSystemWriter(directory), planner=dcp.DefaultSavePlanner())
     dist.barrier()
 
 
@@ -73,12 +56,10 @@ def load_optimizer_sharded(model, optimizer, directory):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 param.grad = torch.zeros_like(param)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
+            rate, group["lr"] = group["lr"], 0.0
         optimizer.step()  # makes the state that is then overwritten
         optimizer.zero_grad()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        for group in optimizer.param_groups:
             group["lr"] = rate
         state = {"optim": FSDP.optim_state_dict(model, optimizer)}
         dcp.load(state_dict=state, storage_reader=dcp.FileSystemReader(directory))
@@ -91,7 +72,4 @@ def save_adapters(model, path):
         model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     ):
         state = model.state_dict()
-    if dist.get_rank() == 0:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        torch.save({name: value for name, value in state.items() if "lora_" in name}, path)
-    dist.barrier()
+    write({name: value for name, value in state.items() if "lora_" in name}, path)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from harness import Block, generator_of, parse, run, write
+from harness import Block, Decoder, generator_of, parse, write
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -32,20 +32,11 @@ class GPTConfig:
     n_embd: int = 16
 
 
-class GPT(nn.Module):
+class GPT(Decoder):
     def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "h": nn.ModuleList([Block(config.n_embd) for _ in range(config.n_layer)]),
-                "ln_f": nn.LayerNorm(config.n_embd),
-            }
-        )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
+        super().__init__(config.vocab_size, config.n_embd, config.n_layer)
+        self.config, self.wpe = config, nn.Embedding(config.block_size, config.n_embd)
+        self.embed.weight = self.head.weight
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -53,17 +44,14 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, mean=0.0, std=0.2)
 
     def get_num_params(self):
-        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+        return sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
 
     def forward(self, idx, targets=None):
-        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1), device=idx.device))
-        for block in self.transformer.h:
+        x = self.embed(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))
+        for block in self.layers:
             x = block(x)
-        x = self.transformer.ln_f(x)
-        if targets is None:
-            return self.lm_head(x[:, [-1], :]), None
-        logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
+        logits = self.head(self.norm(x[:, [-1], :] if targets is None else x))
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
@@ -79,11 +67,10 @@ def configure_optimizer(model, weight_decay, lr, use_orig_params):
     if not use_orig_params:
         return torch.optim.AdamW(params.values(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
     plain = {name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in params.items()}
-    no_decay = [p for name, p in plain.items() if "norm" in name or "ln_" in name or name.endswith("bias")]
-    decay = [p for name, p in plain.items() if not ("norm" in name or "ln_" in name or name.endswith("bias"))]
+    no_decay = {name for name in plain if "norm" in name or name.endswith("bias")}
     groups = [
-        {"params": decay, "weight_decay": weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
+        {"params": [p for name, p in plain.items() if name not in no_decay], "weight_decay": weight_decay},
+        {"params": [p for name, p in plain.items() if name in no_decay], "weight_decay": 0.0},
         {"params": [p for name, p in plain.items() if "adapter" in name], "weight_decay": 0.0, "lr": lr / 10},
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
@@ -201,7 +188,3 @@ def main(argv=None):
             assert raw_model.get_num_params() > 0
         losses += sampled[0].float().tolist()
     return losses
-
-
-if __name__ == "__main__":
-    run(main)

@@ -9,7 +9,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import generator_of, parse, read_own, run, write_own
+from harness import generator_of, parse, read_own, write_own
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -35,9 +35,6 @@ class FullyShardedModel(FSDP):
     @property
     def unwrapped_module(self):
         return self.module.unwrapped_module if isinstance(self.module, FSDP) else self.module
-
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
 
 
 class Layer(nn.Module):
@@ -78,9 +75,7 @@ class LanguageModel(nn.Module):
 
 def build(args):
     torch.manual_seed(11)
-    precision = None
-    if args.bf16:
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16) if args.bf16 else None
     parameters = {
         "process_group": dist.group.WORLD,
         "sharding_strategy": ShardingStrategy.FULL_SHARD if args.reshard else ShardingStrategy.SHARD_GRAD_OP,
@@ -89,16 +84,8 @@ def build(args):
     }
     with enable_wrap(wrapper_cls=FullyShardedModel, **parameters):
         model = LanguageModel(args)
-    return FullyShardedModel(
-        model,
-        dist.group.WORLD,
-        parameters["sharding_strategy"],
-        None,
-        None,
-        mixed_precision=precision,
-        device_id=torch.device("cpu"),
-        use_sharded_state=True,
-    )
+    positional = parameters.pop("process_group"), parameters.pop("sharding_strategy"), None, None
+    return FullyShardedModel(model, *positional, use_sharded_state=True, **parameters)
 
 
 def weight_norm(model):
@@ -177,7 +164,3 @@ def main(argv=None):
             save(model, optimizer, args)
     losses.append(weight_norm(model))
     return losses
-
-
-if __name__ == "__main__":
-    run(main)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import checkpoint_modules, generator_of, parse, read, run, write
+from harness import checkpoint_modules, generator_of, parse, read, write
 from torch import nn, optim
 from torch.distributed import checkpoint as dist_cp
 from torch.distributed.checkpoint import FileSystemReader
@@ -20,16 +20,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-bfSixteen = MixedPrecision(
-    param_dtype=torch.bfloat16,
-    reduce_dtype=torch.bfloat16,
-    buffer_dtype=torch.bfloat16,
-)
-fpThirtytwo_bfReduce = MixedPrecision(
-    param_dtype=torch.float32,
-    reduce_dtype=torch.bfloat16,
-    buffer_dtype=torch.float32,
-)
+half = torch.bfloat16
+bfSixteen = MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
+fpThirtytwo_bfReduce = MixedPrecision(param_dtype=torch.float32, reduce_dtype=half, buffer_dtype=torch.float32)
 
 
 class RotaryTable(nn.Module):
@@ -103,15 +96,9 @@ def param_init_function(module):
             module.reset_parameters()
 
 
-def every_nth(block, every, counter):
-    if not isinstance(block, LLaMABlock):
-        return False
-    counter[0] += 1
-    return counter[0] % every == 0
-
-
 def apply_checkpointing(model, every):
-    checkpoint_modules(model, functools.partial(every_nth, every=every, counter=[0]))
+    chosen = [module for module in model.modules() if isinstance(module, LLaMABlock)][every - 1 :: every]
+    checkpoint_modules(model, lambda module: module in chosen)
 
 
 class Checkpointer:
@@ -144,18 +131,13 @@ class Checkpointer:
         return read(paths[-1] / "metadata.pth")
 
 
-def hybrid_mesh(args):
-    """Two dimensions, replicas outside; with or without names for them."""
-    names = None if args.nameless_mesh else ("replicate", "shard")
-    return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
-
-
 def main(argv=None):
     args = parse(
         argv, steps=4, lr=0.003, clip=1e6, precision="none", strategy="FULL_SHARD", checkpoint_every=0,
         checkpoint_after=False, orig=False, default_init=False, nameless_mesh=False, save_at=0,
         ckpt="",
     )  # fmt: skip
+    names = None if args.nameless_mesh else ("replicate", "shard")
     with torch.device("meta"):
         model = LLaMA()
     if args.checkpoint_every and not args.checkpoint_after:
@@ -165,7 +147,9 @@ def main(argv=None):
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LLaMABlock}),
         mixed_precision={"none": None, "bf16": bfSixteen, "reduce": fpThirtytwo_bfReduce}[args.precision],
         sharding_strategy=ShardingStrategy[args.strategy],
-        device_mesh=hybrid_mesh(args) if "HYBRID" in args.strategy else None,
+        device_mesh=init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
+        if "HYBRID" in args.strategy
+        else None,
         use_orig_params=args.orig,
         device_id=torch.device("cpu"),
         limit_all_gathers=True,
@@ -195,7 +179,3 @@ def main(argv=None):
         if checkpointer and (step + 1) == args.save_at:
             checkpointer.save(step + 1, model, optimizer)
     return losses
-
-
-if __name__ == "__main__":
-    run(main)

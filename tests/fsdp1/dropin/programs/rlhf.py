@@ -8,8 +8,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from harness import Block, class_named, generator_of, parse, read_own, run, write_own
-from torch import nn
+from harness import Adapted, Decoder, class_named, generator_of, is_trained_leaf, parse, read_own, write_own
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardedOptimStateDictConfig, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -17,35 +16,6 @@ from torch.distributed.fsdp.api import ShardedStateDictConfig, StateDictType
 from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
 
 VOCABULARY, PROMPT, RESPONSE = 32, 3, 5
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a trained correction of low rank."""
-
-    def __init__(self, base_layer, rank=2):
-        super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
-        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
-
-
-class Policy(nn.Module):
-    _no_split_modules = ("Block",)
-
-    def __init__(self, width=12, layers=2):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList([Block(width) for _ in range(layers)])
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def add_adapters(model):
@@ -64,12 +34,7 @@ def init_fn(module):
 def get_fsdp_wrap_policy(module, is_lora):
     policies = []
     if is_lora:
-
-        def trained_leaf(part):
-            weight = getattr(part, "weight", None)
-            return not list(part.named_children()) and weight is not None and weight.requires_grad
-
-        policies.append(functools.partial(lambda_auto_wrap_policy, lambda_fn=trained_leaf))
+        policies.append(functools.partial(lambda_auto_wrap_policy, lambda_fn=is_trained_leaf))
     classes = {class_named(module, name) for name in module._no_split_modules}
     policies.append(functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes))
     return functools.partial(_or_policy, policies=policies)
@@ -78,7 +43,7 @@ def get_fsdp_wrap_policy(module, is_lora):
 def build(args, role, mesh):
     torch.manual_seed(3)
     with torch.device("meta" if dist.get_rank() else "cpu"):
-        model = Policy()
+        model = Decoder(VOCABULARY, 12)
         model = add_adapters(model) if args.lora else model
     module = FSDP(
         model.to(torch.float32),
@@ -165,27 +130,20 @@ def main(argv=None):
         argv, steps=2, first=0, lr=0.005, grad_clip=1e9, lora=False, offload=False, hybrid=False,
         save_at=0, out="", resume="",
     )  # fmt: skip
-    world, cpu = dist.get_world_size(), torch.device("cpu")
-    mesh = init_device_mesh(
-        "cpu", (1, world) if args.hybrid else (world,), mesh_dim_names=("ddp", "fsdp")[-1 - args.hybrid :]
-    )
+    sizes = (1, dist.get_world_size())[1 - args.hybrid :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ddp", "fsdp")[1 - args.hybrid :])
     actor, ref = build(args, "actor", mesh), build(args, "ref", mesh)
-    assert type(actor._fsdp_wrapped_module).__name__.endswith("Policy") or actor._fsdp_wrapped_module.embed
+    assert actor._fsdp_wrapped_module.embed.num_embeddings == VOCABULARY
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.lr, weight_decay=0.01)
     if args.resume:
         checkpoint(actor, optimizer, args.resume, load=True)
     losses = []
     for step in range(args.first, args.steps):
-        move_optimizer(optimizer, cpu)
-        generator = generator_of(step)
-        tokens = torch.randint(0, VOCABULARY, (4, PROMPT + RESPONSE), generator=generator)
+        move_optimizer(optimizer, torch.device("cpu"))
+        tokens = torch.randint(0, VOCABULARY, (4, PROMPT + RESPONSE), generator=generator_of(step))
         old, reference = (without_grad(each, tokens) for each in (actor, ref))
         losses += [update(actor, optimizer, tokens, old, reference, args) for _ in range(2)]
         losses += weights_for_rollout(actor, args).values()
         if args.out and step + 1 == args.save_at:
             checkpoint(actor, optimizer, args.out, load=False)
     return losses
-
-
-if __name__ == "__main__":
-    run(main)

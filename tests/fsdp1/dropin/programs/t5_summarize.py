@@ -8,29 +8,22 @@ import functools
 
 import torch
 import torch.distributed as dist
-from harness import generator_of, parse, read, run, write
+import torch.distributed.fsdp as fsdp
+from harness import generator_of, parse, read, write
 from torch import optim
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullStateDictConfig,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.optim.lr_scheduler import StepLR
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Block
 
+bf16 = torch.bfloat16
 POLICIES = {
-    "fp32": MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
-    "bf16": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16),
-    "bf16_working": MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16),
+    "bf16": fsdp.MixedPrecision(param_dtype=bf16, reduce_dtype=bf16, buffer_dtype=bf16),
+    "bf16_working": fsdp.MixedPrecision(param_dtype=torch.float32, reduce_dtype=bf16, buffer_dtype=bf16),
     "none": None,
 }
-SAVE_POLICY = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+SAVE_POLICY = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 
 
 def batch_of(seed):
@@ -60,16 +53,12 @@ def validate(model):
     return fsdp_loss / dist.get_world_size()
 
 
-def build_model(args):
-    torch.manual_seed(args.seed)
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    config = T5Config(**sizes, dropout_rate=args.dropout, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config)
-
-
 def setup_model(args, rank):
     """The plain model; a checkpoint is read by rank 0 alone, and reaches the others when they are wrapped."""
-    model = build_model(args)
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = T5Config(**sizes, dropout_rate=args.dropout, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
     if args.resume and rank == 0:
         model.load_state_dict(read(f"{args.resume}/t5.pt"))
     wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})
@@ -77,9 +66,9 @@ def setup_model(args, rank):
         model,
         auto_wrap_policy=wrap_policy,
         mixed_precision=POLICIES[args.precision],
-        sharding_strategy=getattr(ShardingStrategy, args.strategy),
-        cpu_offload=CPUOffload(offload_params=True) if args.offload else None,
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        sharding_strategy=getattr(fsdp.ShardingStrategy, args.strategy),
+        cpu_offload=fsdp.CPUOffload(offload_params=True) if args.offload else None,
+        backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_PRE,
         device_id=torch.device(args.device),
         limit_all_gathers=True,
         sync_module_states=bool(args.resume),
@@ -88,7 +77,7 @@ def setup_model(args, rank):
 
 
 def save(model, optimizer, out):
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, SAVE_POLICY):
+    with FSDP.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, SAVE_POLICY):
         cpu_state = model.state_dict()
     optim_state = FSDP.full_optim_state_dict(model, optimizer)
     write(cpu_state, f"{out}/t5.pt")
@@ -103,7 +92,7 @@ def load_optimizer(model, optimizer, rank, path):
 
 def main(argv=None):
     args = parse(
-        argv, epochs=2, first_epoch=1, lr=0.002, seed=1, dropout=0.0, clip=0.0,
+        argv, epochs=2, first_epoch=1, lr=0.002, dropout=0.0, clip=0.0,
         precision="none", strategy="FULL_SHARD", device="cpu", offload=False, out="", resume="",
     )  # fmt: skip
     rank = dist.get_rank()
@@ -124,7 +113,3 @@ def main(argv=None):
         best = min(best, current.item())
     dist.barrier()
     return losses
-
-
-if __name__ == "__main__":
-    run(main)
