@@ -45,10 +45,9 @@ def plan_model(
 
     Args:
         model: the whole model.
-        units: which modules share one all-gather: a rule or a list of rules (``by_class``, ``by_name``, ``by_size``,
-            ``group``, a module class, an FQN glob, or a callable ``(fqn, module)`` that returns a bool or a dict of
-            settings); the first that matches wins, and the root takes the rest. None, or only rules with ``tiles=``,
-            is the default rule: blocks, the input embedding, and ``[norm, head]``.
+        units: which modules share one all-gather: a rule or a list of them (``by_class``, ``by_name``, ``by_size``,
+            ``group``, a class, an FQN glob, or a callable ``(fqn, module)`` that returns a bool or a dict of settings);
+            the first match wins, the root takes the rest. None is blocks, the input embedding, and ``[norm, head]``.
         mesh: one axis shards (FSDP), two replicate and shard (HSDP), ``(n, 1)`` only replicates; a MeshSpec, a
             DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in one axis.
         reshard_after_forward: True frees each unit's gathered parameters after its forward and gathers them again in

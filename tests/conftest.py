@@ -15,6 +15,7 @@ import forks
 import pytest
 from hypothesis import settings
 from side_by_side import pytest_runtestloop as pytest_runtestloop
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 # No deadline: a first example may start or import things.
 settings.register_profile("shardkit", deadline=None, derandomize=True, print_blob=True)
@@ -23,6 +24,7 @@ settings.load_profile("shardkit")
 # torch asks where it is for each seed that is set and each new operator of DTensors, and shows it to nobody.
 extract_stack = traceback.extract_stack
 traceback.extract_stack = lambda f=None, limit=None: extract_stack(f or sys._getframe(1), limit or 2)
+dynamic_rendezvous.get_method_name = lambda depth=0: ""  # torchrun reads the sources of all modules for it
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -56,9 +56,8 @@ class RankFailure(ShardkitError):
     def __init__(self, name: str, world_size: int, failures: Mapping[int, Failure]) -> None:
         self.failures = dict(failures)
         titles, sections = [], []
-        for each in sorted(
-            dict.fromkeys(failures.values()), key=lambda each: each.kind
-        ):  # likely causes first: died, raised, stuck
+        # Likely causes first: died, raised, stuck.
+        for each in sorted(dict.fromkeys(failures.values()), key=lambda each: each.kind):
             ranks = [str(rank) for rank, failure in failures.items() if failure == each]
             titles.append(f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} {each.title}")
             sections += [f"--- {titles[-1]} ---\n{each.detail.strip()}"] if each.detail else []
@@ -114,13 +113,6 @@ class RankPool:
             RankFailure: a rank raised, died or did not finish in time.
             ShardkitError: other processes cannot find the function.
         """
-        __tracebackhide__ = True
-        return self.run_within(self.timeout, function, args, kwargs)
-
-    def run_within(
-        self, timeout: float, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[T]:
-        """``run`` with a time limit of its own, in seconds."""
         __tracebackhide__ = True  # for pytest: the caller's line and the message are enough
         call = _call(function, args, kwargs)
         keep = False
@@ -132,7 +124,7 @@ class RankPool:
             for rank in self._ranks:
                 with contextlib.suppress(BrokenPipeError):  # receive() will report that it died
                     rank.connection.send(str(request))
-            outcomes = _outcomes(self._ranks, timeout)
+            outcomes = _outcomes(self._ranks, self.timeout)
             for rank in self._ranks:
                 for line in rank.new_lines(printed=True):
                     print(f"[rank {rank.seat.rank}] {line}")
@@ -316,8 +308,10 @@ def distributed(
 
         @functools.wraps(body)
         def test(*args: P.args, **kwargs: P.kwargs) -> None:
+            pool = _session_pool(world_size, backend)
+            pool.timeout = timeout
             try:
-                _session_pool(world_size, backend).run_within(timeout, body, args, kwargs)
+                pool.run(body, *args, **kwargs)
             except RankFailure as failure:
                 if failure.skip is None:
                     raise

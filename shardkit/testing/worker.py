@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -204,37 +203,45 @@ def attribute(module: ModuleType, name: str) -> Any:
     return found
 
 
-@functools.cache
-def _assertion_hook() -> Any:
-    from _pytest import assertion, config
-
-    return assertion.install_importhook(config.get_config())
-
-
 def _find(call: Call) -> Callable[..., Any]:
     """Import the module of a call and return its function."""
-    hook: Any = None
-    if call.rewritten:
-        with suppress(ImportError, AttributeError, TypeError):  # not public; without it asserts only say less
-            hook = _assertion_hook()
-            hook.mark_rewrite(call.module)
-    if call.module not in sys.modules:
-        try:
-            importlib.import_module(call.module)
-        except ModuleNotFoundError as error:
-            if not f"{call.module}.".startswith(f"{error.name}."):
-                raise
     module = sys.modules.get(call.module)
     if module is None or (call.module != "__main__" and getattr(module, "__file__", None) != call.file):
-        # The file is not on ``sys.path``, or another one of its name comes first. pytest can import such a file too.
-        spec: Any = importlib.util.spec_from_file_location(call.module, call.file or "", loader=hook)
-        module = sys.modules[call.module] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = _imported(call)
     found = bodies.get(key_of(call.module, call.name)) or attribute(module, call.name)
     if found is None:
         rule, fix = "Ranks import the module and look the function up by name", "Define it where importing defines it"
         raise ShardkitError(message(f"{call.module}.{call.name}", f"is not found in {call.file}", rule, fix))
     return found
+
+
+def _imported(call: Call) -> ModuleType:
+    hook: Any = None
+    if call.rewritten:
+        with suppress(ImportError, AttributeError, TypeError):  # not public; without it asserts only say less
+            hook = _assertion_hook()
+            hook.mark_rewrite(call.module)
+    try:
+        module = importlib.import_module(call.module)
+    except ModuleNotFoundError as error:
+        if not f"{call.module}.".startswith(f"{error.name}."):
+            raise
+        module = None
+    if module is None or getattr(module, "__file__", None) != call.file:
+        # The file is not on ``sys.path``, or another one of its name comes first. pytest can import such a file too.
+        spec: Any = importlib.util.spec_from_file_location(call.module, call.file or "", loader=hook)
+        module = sys.modules[call.module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def _assertion_hook() -> Any:
+    """Return pytest's hook, or that of the process which this is a fork of."""
+    from _pytest.assertion import install_importhook, rewrite
+    from _pytest.config import get_config
+
+    known = (each for each in sys.meta_path if isinstance(each, rewrite.AssertionRewritingHook))
+    return next(known, None) or install_importhook(get_config())
 
 
 def call_stack(seat: Seat) -> str:

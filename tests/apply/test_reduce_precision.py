@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, micro_steps, one_large_batch, shard
 from grads_net import MESHES, Net, full_grads
+from sent_bytes import EXCHANGE, SCATTER, SentBytes
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from shardkit._torch.dispatch import TorchDispatchMode
 from shardkit.errors import ShardkitError
 from shardkit.grads import set_gradient_reduction, set_reduce_precision
 from shardkit.grads.precision import _ReduceScatter
 from shardkit.testing import comm_counts, distributed, fake_world
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class SentBytes(TorchDispatchMode):
-    """Bytes that this rank hands to the collectives that reduce gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() in ("c10d::_reduce_scatter_base_", "c10d::alltoall_base_"):
-            self.total += args[1].nbytes
-        return func(*args, **(kwargs or {}))
 
 
 def net_of(policy: MixedPrecisionPolicy, shape: tuple[int, ...] = (4,)) -> Net:
@@ -42,7 +27,7 @@ def net_of(policy: MixedPrecisionPolicy, shape: tuple[int, ...] = (4,)) -> Net:
 def grads_and_bytes(net: Net, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
     with SentBytes() as sent:
         net(ids[dist.get_rank()]).square().mean().backward()
-    return {name: grad.double() for name, grad in full_grads(net).items()}, sent.total
+    return {name: grad.double() for name, grad in full_grads(net).items()}, sent.bytes[SCATTER] + sent.bytes[EXCHANGE]
 
 
 def difference(grads: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:

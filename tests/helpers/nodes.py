@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,15 +38,6 @@ class Node(NamedTuple):
     def run(self, *words: str | Path) -> str:
         """Run a command there, and return what it prints."""
         return subprocess.run(self.command(*words), check=True, capture_output=True, text=True).stdout
-
-    def processes(self, variable: str) -> list[int]:
-        """Return the processes there that have ``NAME=VALUE`` in their environment, by their ids here."""
-        own, found = Path(f"/proc/{self.pid}/ns/pid").readlink(), []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
-                if (folder / "ns/pid").readlink() == own:
-                    found += [int(folder.name)] * (variable.encode() in (folder / "environ").read_bytes().split(b"\0"))
-        return found
 
     def lose(self) -> None:
         """Lose the node as in a power failure: no connection is closed, and nothing answers any more."""

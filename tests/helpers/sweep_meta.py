@@ -59,6 +59,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "MinistralForCausalLM": {"head_dim": 8},
     "NemotronForCausalLM": {"head_dim": 8, "num_key_value_heads": 2},
+    "VitsModel": {"upsample_initial_channel": 32},  # a forward took half a minute
     "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [8, 24]},
 }
 

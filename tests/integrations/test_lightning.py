@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from other_trainers import (
-    BATCH,
-    assert_same,
-    full,
-    of_the_page,
-    packages,
-    plain_loop,
-    rows,
-    tiny,
-    torchrun,
-)
+from other_trainers import BATCH, assert_same, full, of_the_page, packages, plain_loop, rows, tiny, torchrun
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from shardkit.testing import distributed

@@ -7,14 +7,7 @@ import inspect
 import pytest
 import torch
 from grads_net import sharded_net
-from optim_nets import (
-    OPTIONS,
-    PLAIN_ONLY,
-    factory,
-    give_random_grads,
-    local,
-    trainable,
-)
+from optim_nets import OPTIONS, PLAIN_ONLY, factory, give_random_grads, local, trainable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

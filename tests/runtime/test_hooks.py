@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 
@@ -43,18 +44,14 @@ def test_what_is_edited_after_a_forward_without_grad_is_the_parameter():
     assert torch.equal(model(tokens()), plain(tokens()))
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])  # beside its own no_grad, inside
 @distributed(world_size=2)
-def test_other_ways_into_a_forward_without_grad():
-    ways = {"generate": lambda model: model.generate(tokens())}
-    for way, call in ways.items():
-        plain, model = pair(Coder)
-        with torch.inference_mode():
-            assert torch.equal(call(model), call(plain)), way
-        assert not gathered(model), way
-        assert_trains_alike(plain, model, usual_loss)
+def test_generate(mode):
     plain, model = pair(Coder)
-    assert torch.equal(model.generate(tokens()), plain.generate(tokens()))  # its own no_grad, inside
+    with mode():
+        assert torch.equal(model.generate(tokens()), plain.generate(tokens()))
     assert not gathered(model)
+    assert_trains_alike(plain, model, usual_loss)
 
 
 class Reentrant(Decoder):
@@ -104,17 +101,13 @@ def test_children_before_any_whole_forward(loss):
             assert_trains_alike(plain, model, usual_loss)  # and then the whole
 
 
+@pytest.mark.parametrize("method", ["encode", "body"])
 @distributed(world_size=2)
-def test_methods_that_gather():
-    calls = {
-        "encode": lambda model, seed: model.encode(tokens(seed)).square().mean(),
-        "body": lambda model, seed: model.body(tokens(seed)).square().mean(),
-    }
+def test_methods_that_gather(method):
     for options in OPTIONS.values():
-        for call in calls.values():
-            plain, model = pair(Coder, forward_methods=("encode", "body"), **options)
-            assert_trains_alike(plain, model, call)
-            assert_trains_alike(plain, model, usual_loss)
+        plain, model = pair(Coder, forward_methods=("encode", "body"), **options)
+        assert_trains_alike(plain, model, lambda model, seed: getattr(model, method)(tokens(seed)).square().mean())
+        assert_trains_alike(plain, model, usual_loss)
 
 
 def test_methods_keep_their_signatures() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from memory_count import counted_peak
 from meshes import mesh_of
-from small_models import Block
+from small_models import Decoder
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -36,18 +36,15 @@ from shardkit.testing import comm_counts, distributed, fake_world
 WORDS = 23
 
 
-class Model(nn.Module):
+class Model(Decoder):
     """Returns logits, or the loss of targets."""
 
     tiles = 3
 
-    def __init__(self, tied: bool, dim: int = 8, words: int = WORDS) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, dim)
-        self.layers = nn.ModuleList(Block(dim) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, words, bias=not tied)
-        if tied:
-            self.head.weight = self.embed.weight
+    def __init__(self, tied: bool, words: int = WORDS) -> None:
+        super().__init__(layers=2, vocabulary=words, tied=tied)
+        if not tied:
+            self.head.bias = nn.Parameter(torch.randn(words))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens)

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sent_bytes import GATHER, SCATTER, SentBytes
 from torch import nn
 
 from shardkit import MixedPrecisionPolicy, by_class, plan_model, shard_model
-from shardkit._torch.dispatch import TorchDispatchMode
 from shardkit.testing import distributed, fake_world
 
 COMPUTED = {"float32": None, "bfloat16": torch.bfloat16}
 REDUCED = {"None": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 CASES = [("float32", "None"), ("bfloat16", "None"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
-GATHER, SCATTER = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
 
 
 def build() -> nn.Module:
@@ -52,19 +49,6 @@ def test_gradients(computed: str, reduced: str) -> None:
         assert torch.equal(sharded.grad.full_tensor(), (total / 2).float())
 
 
-class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank passes to each kind of collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.name() in (GATHER, SCATTER):
-            self.bytes[op.name()] += args[1].nbytes  # the output comes first
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("computed", "reduced"), CASES)
 def test_bytes_on_the_wire(computed: str, reduced: str) -> None:
     """By hand: shards of ceil(rows / 4) rows, and every unit gathered in forward and again in backward."""
@@ -75,8 +59,23 @@ def test_bytes_on_the_wire(computed: str, reduced: str) -> None:
         model = build()
         plan = plan_model(model, units=[by_class(nn.Linear)], mp_policy=policy(computed, reduced))
         shard_model(model, plan=plan)
-        with Sent() as sent:
+        with SentBytes() as sent:
             model(torch.randn(4, 6)).sum().backward()
     assert plan.collectives().all_gathers == 6
     assert sent.bytes[GATHER] == 2 * sum(padded) // 4 * element[computed]
     assert sent.bytes[SCATTER] == sum(padded) * (2 if reduced == "bfloat16" else 4)
+
+
+@distributed(world_size=2)
+def test_batch_norm_under_bf16_by_the_rule_of_the_docs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)))
+    norms = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+    policy, seen = MixedPrecisionPolicy(param_dtype=torch.bfloat16), list[torch.dtype]()
+    shard_model(model, units=[by_class(nn.BatchNorm2d, mp_policy=norms), "*"], mp_policy=policy)
+    model[0][1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    output = model(torch.randn(2, 3, 8, 8))
+    output.sum().backward()
+    assert (seen, output.dtype) == ([torch.float32], torch.bfloat16)
+    assert model[0][1].running_mean.dtype == torch.float32 == model[0][1].weight.grad.dtype
+    assert model[0][1].running_mean.any()

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from sent_bytes import GATHER, SentBytes
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import (
     ShardingPlan,
@@ -175,16 +175,6 @@ def test_merging_has_the_bits_of_plain_peft_or_is_refused(tmp_path):
     assert (tmp_path / "dora" / "model.safetensors").exists()
 
 
-class Gathered(TorchDispatchMode):
-    """Adds up the bytes that all-gathers return."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.nbytes += args[0].nbytes if "allgather_base" in str(func) else 0
-        return func(*args, **(kwargs or {}))
-
-
 @distributed(world_size=2, backend="gloo")
 def test_the_plan_counts_what_a_quantized_base_holds_and_gathers():
     pytest.importorskip("torchao")
@@ -199,12 +189,12 @@ def test_the_plan_counts_what_a_quantized_base_holds_and_gathers():
         parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]] if type(local) is not Tensor else []
         held += sum(part.nbytes for part in parts or [local])
         quantized += bool(parts)
-    with Gathered() as gathered:
+    with SentBytes() as sent:
         model(IDS)
     whole = quantized * 17 * 2  # scaler_mean and the 16 values of nf4: every rank holds them, and none gathers them
     assert quantized == 14
     assert held == sum(size.shard for size in sizes) + whole // 2
-    assert gathered.nbytes == sum(size.gather for size in sizes) - whole
+    assert 2 * sent.bytes[GATHER] == sum(size.gather for size in sizes) - whole
 
 
 @distributed(world_size=2, backend="gloo")
