@@ -21,7 +21,7 @@ import pytest
 
 WORTH_IT = 10  # files, beside the first with ranks
 FORKS = min(os.cpu_count() or 1, 3)  # beside the parent: one process more than cores, as each waits at times
-LONGEST = {"test_torchrun", "test_dropin_programs", "test_parity", "test_examples"}  # begun first
+LONGEST = {"test_dropin_programs", "test_parity", "test_examples"}  # begun first
 Group = list[pytest.Item]  # of one file
 
 
