@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
+from pathlib import Path
+from typing import Any
 
 import parity
 import pytest
@@ -14,8 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from shardkit import MeshSpec, ShardingPlan, ShardkitError, init_on_meta, materialize, plan_model, shard_model
-from shardkit.grads import accumulate, reset_after_error
+from shardkit import (
+    MeshSpec,
+    ShardingPlan,
+    ShardkitError,
+    by_class,
+    by_name,
+    by_size,
+    group,
+    init_on_meta,
+    load_checkpoint,
+    materialize,
+    plan_model,
+    save_checkpoint,
+    shard_model,
+)
+from shardkit.grads import accumulate, clip_grad_norm_, reset_after_error
 from shardkit.grads.scale import set_gradient_reduction
 from shardkit.optim import check_optimizer
 from shardkit.state import full_state_dict, load_full_state_dict, sharded_state_dict
@@ -54,6 +71,30 @@ class Net(nn.Module):
 
     def generate(self, x: Tensor) -> Tensor:
         return self(x)
+
+
+class NormedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)).tanh()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NormedBlock() for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+NORMS = by_class(nn.RMSNorm, replicate=True)
 
 
 def net() -> Net:
@@ -132,6 +173,38 @@ def test_collectives_are_counted(mesh: MeshSpec) -> None:
         assert plan.collectives().all_reduces == ours + mesh.replicates * len([u for u in plan.units if u.params])
 
 
+def test_a_rule_adds_modules_and_keeps_the_default_units() -> None:
+    mesh, default = MeshSpec.hybrid(2, 4), plan_model(Normed(), mesh=MeshSpec.hybrid(2, 4))
+    plan = plan_model(Normed(), mesh=mesh, units=NORMS)
+    assert [unit.name for unit in default.units] == ["layers.0", "layers.1", "[norm, head]", "(root)"]
+    assert [unit.name for unit in plan.units] == ["layers.0", "layers.1", "head", "(root)"]
+    assert plan.replicated == tuple(f"{name}.weight" for name in ("layers.0.norm", "layers.1.norm", "norm"))
+    assert ShardingPlan.from_dict(plan.to_dict()) == plan
+    assert "+ replicated: ['layers.0.norm.weight', " in default.diff(plan)
+    tiny = plan_model(Normed(), mesh=mesh, units=[nn.RMSNorm, by_name("layers.*"), "head"])
+    replaced = plan_model(Normed(), mesh=mesh, units=[NORMS, by_name("layers.*", "layers.*.norm"), "head"])
+    assert set(replaced.units) == {unit for unit in tiny.units if "norm" not in unit.name}
+    counts, sharded = replaced.collectives(3), tiny.collectives(3)
+    assert (sharded.all_gathers - counts.all_gathers, sharded.reduce_scatters - counts.reduce_scatters) == (6 * 3, 3)
+    assert plan.held_bytes() == default.held_bytes() + 3 * 8 * 4 * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        (by_class(nn.RMSNorm, replicate=True, compile=True), "by_class(RMSNorm) has replicate=True with compile."),
+        (by_name("norm", replicate=True, tiles=2), "by_name('norm') has replicate=True with tiles."),
+        (by_size(8, replicate=1), "must be a bool, got 1."),  # type: ignore[arg-type]
+        (group("norm", "nothing", replicate=True), "'nothing' matches no module"),
+        ([nn.RMSNorm, by_class(nn.RMSNorm, replicate=True)], "matches modules of earlier rules"),
+        (by_name("", replicate=True), "has no parameter that can be sharded: layers.0.linear.weight"),
+    ],
+)
+def test_rules_that_cannot_replicate(rules: Any, text: str) -> None:
+    with pytest.raises(ShardkitError, match=re.escape(text)):
+        plan_model(Normed(), mesh=MeshSpec.sharded(8), units=rules)
+
+
 # Gradients.
 
 
@@ -193,15 +266,19 @@ def test_ranks_that_use_different_ones_and_errors() -> None:
         assert_same(grads(model), both([0, 1], 2))
 
 
-@pytest.mark.parametrize("name", ["scalar", "clip"])
+@pytest.mark.parametrize("name", ["scalar", "clip", "llama"])
 @distributed(world_size=4, backend="gloo")
 def test_on_two_axes_bit_for_bit(name: str) -> None:
+    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if name == "llama":
+        options = {"mp_policy": bfloat16, "optimizer": "adamw on local shards", "steps": 2}
+        parity.one_counts(name, mesh=(2, 2), units=by_class("LlamaRMSNorm", replicate=True), **options)
+        return
     # AdamW steps on DTensors and plain scalars together in one; the other one's many DTensors would take seconds.
     parity.one_counts(name, mesh=(2, 2), steps=3, optimizer="adamw" if name == "scalar" else "adamw on local shards")
     if name == "clip":  # the rest takes seconds, and is about the small model's scalars
         return
     parity.one_counts(name, mesh=(4, 1), steps=2, optimizer="sgd")
-    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     parity.one_counts(name, mesh=(2, 2), steps=2, mp_policy=bfloat16, optimizer="adamw on local shards")
 
 
@@ -242,8 +319,50 @@ def test_meta_and_state() -> None:
         assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
+@distributed(world_size=4, backend="gloo")
+def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) -> None:
+    rank, models = dist.get_rank(), {}
+    for name, units in {"sharded": None, "replicated": NORMS}.items():
+        torch.manual_seed(0)
+        models[name] = shard_model(Normed(), mesh=mesh_of((2, 2)), units=units)
+        optimizer = torch.optim.AdamW(models[name].parameters(), lr=0.1)
+        for micro in range(2):
+            with accumulate(models[name], last=micro == 1):
+                loss_of(models[name], 4 * micro + rank).backward()
+        norm = clip_grad_norm_(models[name], 0.5)
+        optimizer.step()
+        save_checkpoint(tmp_path / name, models[name], optimizer)
+        found = full_state_dict(models[name], rank0_only=False)
+        models[name] = (models[name], optimizer, norm, found)
+    (_, _, norm, whole), (_, _, other_norm, other) = models["sharded"], models["replicated"]
+    torch.testing.assert_close(other_norm, norm, rtol=1e-6, atol=0)
+    for name, value in whole.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
+    for into, source in (("sharded", "replicated"), ("replicated", "sharded")):
+        model, optimizer, _, _ = models[into]
+        load_checkpoint(tmp_path / source, model, optimizer)
+        expected = models[source][3]
+        assert all(
+            torch.equal(value, expected[name]) for name, value in full_state_dict(model, rank0_only=False).items()
+        )
+
+
+@pytest.mark.parametrize("kind", ["scalars", "modules"])
 @distributed(world_size=2, backend="gloo")
-def test_the_torch_code_does_the_same() -> None:
+def test_the_torch_code_does_the_same(kind: str) -> None:
+    if kind == "modules":
+        mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options = {"mesh": mesh_of((2,)), "units": NORMS, "mp_policy": mp_policy}
+        plan, by_hand = plan_model(Normed(), **options), Normed()
+        exec(plan.to_python(), scope := {"model": by_hand})
+        model = shard_model(Normed(), **options)
+        model.load_state_dict(by_hand.state_dict())
+        for each in (model, by_hand):
+            loss_of(each, dist.get_rank()).backward()
+        scope["reduce_replicated"]()
+        found, expected = grads(by_hand), grads(model)
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+        return
     rank = dist.get_rank()
     plan = plan_model(net(), mesh=mesh_of((2,)))
     by_hand, model = net(), shard_model(net(), mesh=mesh_of((2,)))
