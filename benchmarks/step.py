@@ -13,8 +13,8 @@ time that this is about: that of Python, which a GPU waits for.
 Then 96 small parameters on one rank of 2, beside FSDP1 with ``use_orig_params=True``. It cuts units and not parameters:
 a rank steps 48 of them whole, where FSDP2 steps half of each of the 96.
 
-With ``--replicate`` instead: whole steps (forward, backward, clipping, fused AdamW on local shards) of 50 blocks with two
-norms each, on one rank of 8. The 100 norms are replicated, sharded with their blocks, or units of their own.
+With ``--replicate`` instead: whole steps (forward, backward, clipping, fused AdamW on local shards) of 50 blocks with
+two norms each, on one rank of 8. The 100 norms are replicated, sharded with their blocks, or units of their own.
 """
 
 from __future__ import annotations
