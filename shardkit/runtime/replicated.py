@@ -131,7 +131,7 @@ class _Replicated:
 
     @property
     def param(self) -> nn.Parameter:
-        return self.module.get_parameter(self.name)
+        return self.module._parameters[self.name]  # type: ignore[return-value]
 
     def watch(self) -> None:
         """Keep reduced gradients apart in later backwards. The gradient of a new parameter is this rank's own."""
