@@ -96,7 +96,7 @@ def test_what_cannot_be_sharded_is_replicated_but_not_alone() -> None:
 def test_settings_that_do_not_fit() -> None:
     model = Decoder()
     for setting in ("mp_policy", "offload_policy", "checkpoint_activations", "compile"):
-        with refused(model, f"{setting} must be a ", "got 'yes'"):
+        with refused(model, f"{setting} must be ", "got 'yes'"):
             plan_model(model, mesh=EIGHT, **{setting: "yes"})
     for ranks in (3, 16, 0, -2):
         asked = f"has reshard_after_forward={ranks}"

@@ -51,6 +51,7 @@ _OF_RECORD: dict[str, Callable[[Record], Any]] = {
     "limit_all_gathers": lambda record: bool(record.given.limit_all_gathers),
     "compute_device": lambda record: device_of(record.mesh),
     "_use_orig_params": lambda record: bool(record.given.use_orig_params),
+    "_state_dict_type": lambda record: record.state_dict_settings.state_dict_type,
 }
 
 

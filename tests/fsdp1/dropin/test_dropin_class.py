@@ -45,7 +45,7 @@ def test_what_a_program_sees_of_a_wrapped_model():
     assert len(FSDP.fsdp_modules(ours)) == len(TorchFSDP.fsdp_modules(theirs)) == 4
     assert FSDP.fsdp_modules(nn.Sequential(ours), root_only=True) == [ours]
     names = ("rank", "world_size", "sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch")
-    for name in (*names, "forward_prefetch", "limit_all_gathers", "compute_device"):
+    for name in (*names, "forward_prefetch", "limit_all_gathers", "compute_device", "_state_dict_type"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.process_group.size() == 2
     assert not hasattr(ours, "_handles")
