@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import parity
 import pytest
 import torch
 import torch.distributed as dist
 from meshes import mesh_of
+from small_models import Decoder
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -22,9 +22,6 @@ from shardkit import (
     ShardingPlan,
     ShardkitError,
     by_class,
-    by_name,
-    by_size,
-    group,
     init_on_meta,
     load_checkpoint,
     materialize,
@@ -73,33 +70,20 @@ class Net(nn.Module):
         return self(x)
 
 
-class NormedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.RMSNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x)).tanh()
+NORMS = by_class(nn.LayerNorm, replicate=True)
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(NormedBlock() for _ in range(2))
-        self.norm, self.head = nn.RMSNorm(8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-NORMS = by_class(nn.RMSNorm, replicate=True)
+def agreed(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
 
 
 def net() -> Net:
-    torch.manual_seed(0)
-    return Net()
+    return agreed(Net)
+
+
+def tokens(seed: int) -> Tensor:
+    return (torch.arange(6) + seed).view(2, 3) % 11
 
 
 def batch(seed: int) -> Tensor:
@@ -171,38 +155,6 @@ def test_collectives_are_counted(mesh: MeshSpec) -> None:
                 assert counted == plan.collectives(micro_batches, **keywords)
         ours = 0 if frozen else sum(size > 1 for size in mesh.shape)
         assert plan.collectives().all_reduces == ours + mesh.replicates * len([u for u in plan.units if u.params])
-
-
-def test_a_rule_adds_modules_and_keeps_the_default_units() -> None:
-    mesh, default = MeshSpec.hybrid(2, 4), plan_model(Normed(), mesh=MeshSpec.hybrid(2, 4))
-    plan = plan_model(Normed(), mesh=mesh, units=NORMS)
-    assert [unit.name for unit in default.units] == ["layers.0", "layers.1", "[norm, head]", "(root)"]
-    assert [unit.name for unit in plan.units] == ["layers.0", "layers.1", "head", "(root)"]
-    assert plan.replicated == tuple(f"{name}.weight" for name in ("layers.0.norm", "layers.1.norm", "norm"))
-    assert ShardingPlan.from_dict(plan.to_dict()) == plan
-    assert "+ replicated: ['layers.0.norm.weight', " in default.diff(plan)
-    tiny = plan_model(Normed(), mesh=mesh, units=[nn.RMSNorm, by_name("layers.*"), "head"])
-    replaced = plan_model(Normed(), mesh=mesh, units=[NORMS, by_name("layers.*", "layers.*.norm"), "head"])
-    assert set(replaced.units) == {unit for unit in tiny.units if "norm" not in unit.name}
-    counts, sharded = replaced.collectives(3), tiny.collectives(3)
-    assert (sharded.all_gathers - counts.all_gathers, sharded.reduce_scatters - counts.reduce_scatters) == (6 * 3, 3)
-    assert plan.held_bytes() == default.held_bytes() + 3 * 8 * 4 * 3 // 4
-
-
-@pytest.mark.parametrize(
-    ("rules", "text"),
-    [
-        (by_class(nn.RMSNorm, replicate=True, compile=True), "by_class(RMSNorm) has replicate=True with compile."),
-        (by_name("norm", replicate=True, tiles=2), "by_name('norm') has replicate=True with tiles."),
-        (by_size(8, replicate=1), "must be a bool, got 1."),  # type: ignore[arg-type]
-        (group("norm", "nothing", replicate=True), "'nothing' matches no module"),
-        ([nn.RMSNorm, by_class(nn.RMSNorm, replicate=True)], "matches modules of earlier rules"),
-        (by_name("", replicate=True), "has no parameter that can be sharded: layers.0.linear.weight"),
-    ],
-)
-def test_rules_that_cannot_replicate(rules: Any, text: str) -> None:
-    with pytest.raises(ShardkitError, match=re.escape(text)):
-        plan_model(Normed(), mesh=MeshSpec.sharded(8), units=rules)
 
 
 # Gradients.
@@ -323,12 +275,11 @@ def test_meta_and_state() -> None:
 def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) -> None:
     rank, models = dist.get_rank(), {}
     for name, units in {"sharded": None, "replicated": NORMS}.items():
-        torch.manual_seed(0)
-        models[name] = shard_model(Normed(), mesh=mesh_of((2, 2)), units=units)
+        models[name] = shard_model(agreed(Decoder), mesh=mesh_of((2, 2)), units=units)
         optimizer = torch.optim.AdamW(models[name].parameters(), lr=0.1)
         for micro in range(2):
             with accumulate(models[name], last=micro == 1):
-                loss_of(models[name], 4 * micro + rank).backward()
+                models[name](tokens(4 * micro + rank)).square().mean().backward()
         norm = clip_grad_norm_(models[name], 0.5)
         optimizer.step()
         save_checkpoint(tmp_path / name, models[name], optimizer)
@@ -347,22 +298,8 @@ def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) ->
         )
 
 
-@pytest.mark.parametrize("kind", ["scalars", "modules"])
 @distributed(world_size=2, backend="gloo")
-def test_the_torch_code_does_the_same(kind: str) -> None:
-    if kind == "modules":
-        mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options = {"mesh": mesh_of((2,)), "units": NORMS, "mp_policy": mp_policy}
-        plan, by_hand = plan_model(Normed(), **options), Normed()
-        exec(plan.to_python(), scope := {"model": by_hand})
-        model = shard_model(Normed(), **options)
-        model.load_state_dict(by_hand.state_dict())
-        for each in (model, by_hand):
-            loss_of(each, dist.get_rank()).backward()
-        scope["reduce_replicated"]()
-        found, expected = grads(by_hand), grads(model)
-        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
-        return
+def test_the_torch_code_does_the_same() -> None:
     rank = dist.get_rank()
     plan = plan_model(net(), mesh=mesh_of((2,)))
     by_hand, model = net(), shard_model(net(), mesh=mesh_of((2,)))
@@ -375,6 +312,15 @@ def test_the_torch_code_does_the_same(kind: str) -> None:
     found, expected = grads(by_hand), grads(model)
     assert_same(found, expected)
     assert all(torch.equal(found[name], grad) for name, grad in expected.items() if grad is not None)
+
+    options = {"mesh": mesh_of((2,)), "units": NORMS, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    plan, by_hand, model = plan_model(Decoder(), **options), *(agreed(Decoder) for _ in range(2))
+    exec(plan.to_python(), scope := {"model": by_hand})
+    for each in (shard_model(model, **options), by_hand):
+        each(tokens(rank)).square().mean().backward()
+    scope["reduce_replicated"]()
+    found, expected = grads(by_hand), grads(model)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
 @distributed(world_size=2)
