@@ -86,7 +86,7 @@ def save_checkpoint(
     **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same model, and sees the
     same file system. Each rank writes its own bytes; nothing is gathered, and nothing is pickled. An earlier checkpoint
     at ``path`` stays until the new one is complete and on the disk, whenever processes are killed. The random
-    generators of every rank are saved too. ``docs/checkpoints.md`` has the files.
+    generators of every rank are saved too. ``docs/saving-and-loading.md`` has the files.
 
     Args:
         path: the directory of this one checkpoint, such as ``runs/step-100``.
