@@ -51,10 +51,10 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
     expected = [unit.name for unit in plan.execution_order() if unit.name in uses.called]
     order = () if expected == list(uses.called) else tuple(uses.called)
     if uses.written:
-        fix = "make it a buffer (docs/what-fsdp2-does-to-your-forward.md)"
+        fix = "make it a buffer (docs/kinds-of-models.md)"
         notes.append(f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}")
     if uses.filled:
-        fix = "return it, or keep it inside one unit (docs/what-fsdp2-does-to-your-forward.md)"
+        fix = "return it, or keep it inside one unit (docs/kinds-of-models.md)"
         notes.append(f"{listing(uses.filled, 4)}: written into by the unit, which gets a copy from FSDP2; {fix}")
     return replace(plan, order=order, notes=(*plan.notes, *notes))
 

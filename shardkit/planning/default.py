@@ -1,4 +1,4 @@
-"""The default rule: blocks, the input embedding, ``[norm, head]`` and the root; ``docs/design.md`` says why.
+"""The default rule: blocks, the input embedding, ``[norm, head]`` and the root. ``docs/the-plan.md`` describes it.
 
 ``Blocks`` finds what repeats, at every depth, and where a block is cut since it is too large for one unit.
 """
