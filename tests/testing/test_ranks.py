@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardkit import ranks
 from shardkit.errors import ShardkitError
-from shardkit.ranks import Groups, all_gather_bytes, together
+from shardkit.ranks import Groups, together
 from shardkit.testing import distributed
 
 
@@ -16,22 +16,6 @@ def fail_on(failing: int, error: Exception, groups: Groups) -> None:
     with together(groups):
         if not groups or dist.get_rank() == failing:
             raise error
-
-
-@distributed(world_size=4)
-def test_bytes_of_any_length_reach_every_rank():
-    rank = dist.get_rank()
-    assert all_gather_bytes(b"\x00\xff" * rank, None) == [b"\x00\xff" * each for each in range(4)]
-    assert all_gather_bytes(b"", None) == [b""] * 4
-
-
-@distributed(world_size=4)
-def test_the_reason_of_one_rank_is_raised_by_all():
-    with pytest.raises(ShardkitError, match="disk is full") as caught:
-        fail_on(3, OSError("disk is full"), [None])
-    assert "rank 3: OSError" in str(caught.value)
-    with together([None]):
-        pass
 
 
 @distributed(world_size=4)
@@ -73,8 +57,3 @@ def test_a_rank_that_waits_for_others_says_so():
     if dist.get_rank() == 0:
         assert heard.texts[0].startswith("save_checkpoint has waited 0 s on rank 0 for other ranks. The call is")
     assert not any(text.startswith("load_checkpoint") for text in heard.texts)
-
-
-def test_a_process_alone_raises_what_it_has():
-    with pytest.raises(ValueError, match="alone"):
-        fail_on(0, ValueError("alone"), [])
