@@ -26,7 +26,7 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages"}  # and hidden ones
 _WORDS = re.compile(rb"fsdp|FSDP|FullyShard|flat_param|_all_handles|summon_full|optim_state_dict|clip_grad_norm_\(")
 _UNSEEN = """
 Move optimizers first: one built before sharding has no effect. The audit does not find names built at run time, nor
-methods of models that another file wraps, unless only FSDP1 has the method. "likely": only a name suggests FSDP1, so check it."""
+methods of models that another file wraps, unless only FSDP1 has the method. "likely": only a name suggests FSDP1."""
 
 
 @dataclass(frozen=True)
