@@ -222,6 +222,8 @@ def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 def named_model(given: str) -> nn.Module:
     """Return the model that a command line names, on meta: of a factory, or of a transformers config; or PlanError."""
     try:
+        if given.endswith(".json") and not Path(given).exists():
+            raise FileNotFoundError(f"no such file in {Path.cwd()}")
         with torch.device("meta"):
             if Path(given).exists():
                 import transformers
