@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Poll, check_module, groups_of, together
-from shardkit.state.asleep import check_awake
 from shardkit.state.boxes import gather, model_group
 
 # Of torch.compile, checkpoint_wrapper, and FSDP1 and its drop-in.
@@ -64,7 +63,6 @@ def model_state(model: nn.Module) -> ModelState:
     shard may have no memory.
     """
     check_module(model)
-    check_awake(model)
     with live_tensors():
         found = model.state_dict(keep_vars=True)
     names = [clean_name(name) for name in found]
