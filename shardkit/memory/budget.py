@@ -36,13 +36,13 @@ class BudgetPlan(Prediction):
 
     def __str__(self) -> str:
         peak, limit = self.peak.total, self.budget - self.reserved
-        within = _less(self.budget, self.reserved)
-        answer = f"fits {within}: {self.name}, peak {nbytes(peak)}, {nbytes(limit - peak)} free"
+        of = f" ({_less(self.budget, self.reserved)})" if self.reserved else ""
+        answer = f"fits in {nbytes(limit)}{of}: {self.name}; peak {nbytes(peak)}, {nbytes(limit - peak)} free"
         rows = [["plan", "peak", ""]]
         for each in self.weighed:
             verdict = "chosen" if each is self.weighed[-1] else "" if each.peak.total <= limit else "does not fit"
             rows.append([each.name, nbytes(each.peak.total), verdict])
-        footer = "Not counted, so memory is reserved for it: fragmentation, NCCL, CUDA's context."
+        footer = "The reserve is for what is not counted: fragmentation, NCCL, the CUDA context."
         return "\n".join([answer, "", *aligned(rows, left={0, 2}), "", footer])
 
 
@@ -59,6 +59,7 @@ def plan_for_budget(
     optimizer: str | float = "adamw",
     ranks_per_node: int = 8,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    micro_batches: int = 1,
 ) -> BudgetPlan:
     """Return the plan that costs least among those whose peak fits on every rank. Local, deterministic.
 
@@ -78,6 +79,7 @@ def plan_for_budget(
         loss, optimizer: as for :func:`shardkit.memory.estimate`.
         ranks_per_node: to reshard within a node.
         mp_policy: used where no plan is given.
+        micro_batches: of a step with ``shardkit.accumulate``, which gathers units that stay gathered once for all.
 
     Raises:
         PlanError: nothing fits; the error says how much is missing.
@@ -87,7 +89,7 @@ def plan_for_budget(
     if batch is None:
         rule, fix = "Activations depend on it", "Pass one rank's micro-batch as the model takes it"
         raise PlanError(message("batch", "must be given, got None", rule, fix))
-    measured = Measured(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss)
+    measured = Measured(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss, micro_batches)
     return choose(measured, OptimizerBytes.of(optimizer), size, reserved, ranks_per_node)
 
 
@@ -123,7 +125,7 @@ def choose(
     least = min(weighed, key=lambda candidate: candidate.peak.total)
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
     problem = f"of {_less(budget, reserved)} is too little: {least.name} still peaks at {peak}, "
-    problem += f"{missing} over it, {least.peak.where}"
+    problem += f"{missing} too much, {least.peak.where}"
     fix = 'Use a smaller batch, smaller units, or tiles, such as by_name("*.mlp", tiles=4)'
     raise PlanError(message("budget", problem, "", fix))
 
@@ -140,7 +142,10 @@ class Search:
     def weighed(self, base: ShardingPlan) -> list[Prediction]:
         """Return candidates in the order of what they cost, up to the first that fits and what that leaves to spend."""
         sharded, found = resharded(base), list[Prediction]()
-        for labels, start in (((), sharded), (("on the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy()))):
+        for labels, start in (
+            ((), sharded),
+            (("offloaded to the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy())),
+        ):
             found += self._from(labels, start)
             if found[-1].peak.total <= self.limit:
                 break
@@ -148,7 +153,8 @@ class Search:
 
     def weigh(self, labels: tuple[str, ...], plan: ShardingPlan) -> Prediction:
         """Return a candidate with its timeline."""
-        points = timeline(plan, self.measured.trace_of(plan), self.optimizer, self.measured.buffers)
+        measured = self.measured
+        points = timeline(plan, measured.trace_of(plan), self.optimizer, measured.buffers, measured.micro_batches)
         return Prediction(", ".join(labels) or "everything sharded", plan, points)
 
     def _fits(self, plan: ShardingPlan) -> bool:

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import parity
 import pytest
 import torch
+from random_models import GOOD, drawn, outcomes
 from torch.distributed.fsdp import FSDPModule
 from zoo import ZOO
 
@@ -64,3 +66,16 @@ def test_settings_on_4_ranks(setting, name):
 @distributed(world_size=4, backend="gloo")
 def test_hsdp(name):
     parity.one_counts(name, mesh=(2, 2), optimizer="sgd", steps=3)
+
+
+# Random models.
+
+
+@distributed(world_size=2, backend="gloo")
+def test_equal_or_refused() -> None:
+    cases = drawn(24, 1)  # tests/helpers/sweep_models.py draws others
+    found = outcomes(cases)
+    counts = Counter(each.partition(":")[0] for each in found)
+    assert not [pair for pair in zip(found, cases, strict=True) if pair[0].partition(":")[0] not in GOOD]
+    assert counts["equal"] >= 8
+    assert counts["refused"] >= 1
