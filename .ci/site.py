@@ -3,30 +3,32 @@
 The site's API reference is generated: headings and names from ``__init__.pyi``, text from the docstrings.
 """
 
+import importlib
 import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = {"readme.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+PAGES = {**OUTSIDE, "index.md": "README.md"}  # the README is for who reads the repository; the site has its own front
 STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()
-PACKAGES = ("fsdp1", "integrations", "memory", "sequence", "testing", "watching")  # public ones beside the top level
+PACKAGES = ("fsdp1", "integrations", "memory", "sequence", "state", "testing", "watching")  # beside the top level
 
 
 def on_files(files, config):
     """Add the pages of the repository's root, with links that lead from docs/."""
     for uri, name in OUTSIDE.items():
         text = (ROOT / name).read_text().replace("](docs/", "](")
-        for other, target in OUTSIDE.items():
-            text = text.replace(f"]({target})", f"]({other})")
+        for page, target in PAGES.items():
+            text = text.replace(f"]({target})", f"]({page})")
         files.append(File.generated(config, uri, content=text))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
     """Point links out of docs/ at those pages, and put docstrings into the reference."""
-    for uri, name in OUTSIDE.items():
+    for uri, name in PAGES.items():
         markdown = markdown.replace(f"](../{name})", f"]({uri})")
     return markdown + reference() if page.file.src_uri == "api.md" else markdown
 
@@ -37,16 +39,28 @@ def on_page_content(html, page, config, files):
 
 
 def reference():
-    """Return a section of mkdocstrings directives for each heading of the stub, and for each package beside it."""
-    parts = []
+    """Return a section of mkdocstrings directives for each heading of the stub, and for each package beside it.
+
+    Each name once, by the module that defines it: ``shardkit.meta.materialize`` would be a module, for example.
+    """
+    sections, shown = {}, set()
     for line in STUB.splitlines():
         if line.startswith("# ## "):
-            parts.append(f"\n## {line.removeprefix('# ## ')}\n")
+            section = sections.setdefault(line.removeprefix("# ## "), [])
         elif found := re.match(r"from (shardkit[\w.]*) import (.+)", line):
-            parts += [f"::: {found[1]}.{name}\n" for name in re.findall(r"(\w+) as", found[2])]
+            section += [(found[1], name) for name in re.findall(r"(\w+) as", found[2])]
     for package in PACKAGES:
         source = (ROOT / "shardkit" / package / "__init__.py").read_text()
         exports = re.findall(r"^from (shardkit[\w.]*) import (.+)$", source, re.MULTILINE)
-        parts.append(f"\n## shardkit.{package}\n")
-        parts += [f"::: {module}.{name}\n" for module, names in exports for name in re.findall(r"(\w+) as", names)]
+        names = [(module, name) for module, found in exports for name in re.findall(r"(\w+) as", found)]
+        sections[f"shardkit.{package}"] = names
+    parts = []
+    for heading, names in sections.items():
+        parts.append(f"\n## {heading}\n")
+        for module, name in names:
+            home = getattr(getattr(importlib.import_module(module), name), "__module__", "")
+            home = home if home.startswith("shardkit") else module  # of data and type aliases
+            if (home, name) not in shown:
+                shown.add((home, name))
+                parts.append(f"::: {home}.{name}\n")
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md: what to use for Llamas of three sizes on 1, 8 and 64 ranks of 80 GiB.
+"""The tables of docs/choosing.md: what to use for Llamas of three sizes on 1, 8 and 64 ranks of 80 GiB.
 
 Run: ``python -m benchmarks.guide``; ``--write`` puts them into the page, and ``test_benchmark_guide.py`` holds that
 they are what the code says. Each answer is what ``plan_for_budget`` chooses for sharding over all ranks.
@@ -25,7 +25,7 @@ from shardkit.memory.timeline import OptimizerBytes, unit_bytes
 from shardkit.memory.trace import AFTER_FORWARD, FORWARD, START, Trace, trace
 from shardkit.plan.types import nbytes
 
-PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
+PAGE = Path(__file__).parent.parent / "docs" / "choosing.md"
 BEGIN, END = "<!-- guide: python -m benchmarks.guide --write -->", "<!-- end of guide -->"
 SIZES = ("1B", "8B", "70B")
 RANKS = (1, 8, 64)

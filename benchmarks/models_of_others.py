@@ -24,7 +24,16 @@ class Case(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """Yield the models whose packages are installed."""
-    for package in (_language_models, _other_transformers, _timm, _diffusers, _torchvision, _monai, _recommendation):
+    for package in (
+        _language_models,
+        _other_transformers,
+        _timm,
+        _diffusers,
+        _ddpm,
+        _torchvision,
+        _monai,
+        _recommendation,
+    ):
         try:
             yield from package()
         except ImportError as error:
@@ -190,6 +199,14 @@ def _diffusers() -> Iterator[Case]:
 
 def _no_size() -> dict[str, torch.Tensor]:
     return {"resolution": torch.zeros(1, 2), "aspect_ratio": torch.zeros(1, 1)}
+
+
+def _ddpm() -> Iterator[Case]:
+    from denoising_diffusion_pytorch import Unet
+
+    noisy = torch.zeros(8, 3, 64, 64), torch.zeros(8)
+    units = ("downs.*.0", "downs.*.1", "downs.*.3", "mid_*", "ups.*.0", "ups.*.1", "ups.*.3")
+    yield Case("ddpm Unet", lambda: Unet(128), noisy, units)
 
 
 def _torchvision() -> Iterator[Case]:

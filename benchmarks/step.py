@@ -12,6 +12,9 @@ time that this is about: that of Python, which a GPU waits for.
 
 Then 96 small parameters on one rank of 2, beside FSDP1 with ``use_orig_params=True``. It cuts units and not parameters:
 a rank steps 48 of them whole, where FSDP2 steps half of each of the 96.
+
+With ``--replicate`` instead: whole steps (forward, backward, clipping, fused AdamW on local shards) of 50 blocks with
+two norms each, on one rank of 8. The 100 norms are replicated, sharded with their blocks, or units of their own.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from shardkit import clip_grad_norm_
+from shardkit import by_class, clip_grad_norm_, shard_model
 from shardkit.optim import step_on_local_shards
+from shardkit.planning.rules import Rule
 from shardkit.testing import comm_counts, fake_world
 
 Shapes = list[tuple[int, ...]]
@@ -138,14 +142,59 @@ def clips(shapes: Shapes, world: int) -> dict[str, Callable[[], object]]:
     }
 
 
+class Block(nn.Module):
+    """A layer between two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.linear, self.after = nn.RMSNorm(64), nn.Linear(64, 64), nn.RMSNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` and what the layer adds."""
+        return x + self.after(self.linear(self.before(x)))
+
+
+def whole_steps(units: list[Rule]) -> Callable[[], object]:
+    """A training step of 50 blocks, sharded by these rules."""
+    model = shard_model(nn.Sequential(*(Block() for _ in range(50))), units=units)
+    optimizer = step_on_local_shards(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    x = torch.randn(2, 64)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def compare_replicated(rounds: int, calls: int) -> None:
+    """Measure and count steps with 100 norms replicated, in their blocks' units, and as units."""
+    rules = {"replicated": [by_class(nn.RMSNorm, replicate=True)], "in blocks": [], "own units": [nn.RMSNorm]}
+    print("50 blocks and 100 norms, 1 of 8 ranks")
+    with fake_world(8):
+        sides = {name: whole_steps([*before, by_class(Block)]) for name, before in rules.items()}
+        times = measured(sides, rounds, calls)
+        print(*lines("step", times, [("replicated", "in blocks"), ("replicated", "own units")]), sep="\n")
+        for name, step in sides.items():
+            with comm_counts() as counts:
+                step()
+            print(f"  step    {name}: {counts}")
+
+
 def main() -> None:
     """Measure all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--replicate", action="store_true", help="measure replicated modules instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {options.rounds} rounds of {options.calls} calls, 1 thread, AdamW in float32")
+    if options.replicate:
+        compare_replicated(options.rounds, options.calls)
+        return
     for title, (shapes, world) in CASES.items():
         print(title)
         with fake_world(world):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import pkgutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardkit._torch.dispatch import version_of
 from shardkit.errors import ShardkitError, message
 
 MADE_CALLS = "_shardkit_made_calls"  # as in runtime.skippable
@@ -25,7 +26,8 @@ def checkpointed(
     """Return the module's present forward, recomputed in backward instead of keeping its activations.
 
     Args:
-        module: a recomputation works on copies of its buffers, so that running statistics advance once.
+        module: a recomputation starts from the same buffers as the forward, and what it writes to them is dropped:
+            running statistics and counters advance once.
         fqn: its name, for errors.
         policy: True recomputes all; else as :func:`policy_of` takes it.
         to_compile: it will be compiled, and has no buffers. The compiler takes no contexts but torch's selective ones.
@@ -77,31 +79,43 @@ def _selective_contexts(policy: str) -> Any:
     return create_selective_checkpoint_contexts(policy_of(policy))  # type: ignore[no-untyped-call]
 
 
-def _contexts(
-    module: nn.Module, policy: bool | str
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
+def _contexts(module: nn.Module, policy: bool | str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of the first forward and of its recomputation, which a retained graph repeats."""
     first, again = _selective_contexts(policy) if isinstance(policy, str) else (nullcontext(), nullcontext())
-    return first, _StateApart(module, again)
+    recomputation = _Recomputation(module, again)
+    return recomputation.first_forward(first), recomputation
 
 
-class _StateApart(AbstractContextManager[None]):
-    """Gives a module copies of its buffers. Writing to them and back could change what autograd has saved.
+class _Recomputation(AbstractContextManager[None]):
+    """Gives a module the buffers that its forward started from, and drops what is written to them again.
 
-    And the list of calls that ``runtime.skippable`` filled in the first forward. ``inner`` is entered last.
+    Also the list of calls that ``runtime.skippable`` filled in the first forward. ``inner`` is entered last.
     """
 
     def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self._inner = inner
-        self._buffers = [each._buffers for each in module.modules() if each._buffers]
+        self._starts = [(each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers]
+        buffers = {each for _, start in self._starts for each in start.values() if each is not None}
+        self._values = {each: each.detach().clone() for each in buffers}
+        self._versions = {each: version_of(each) for each in buffers}
         lists = [vars(each) for each in module.modules() if MADE_CALLS in vars(each)]
         self._made = [(attributes, attributes[MADE_CALLS]) for attributes in lists]
 
+    @contextmanager
+    def first_forward(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Keep copies only of what the forward wrote to; batch norm's statistics have no versions, and are not read."""
+        with inner:
+            yield
+        for each, version in self._versions.items():
+            if version_of(each) == version:
+                self._values[each] = each
+
     def __enter__(self) -> None:
-        self._before = [(registry, dict(registry)) for registry in self._buffers]
+        self._before = [(registry, dict(registry)) for registry, _ in self._starts]
         self._before += [(attributes, {MADE_CALLS: attributes[MADE_CALLS]}) for attributes, _ in self._made]
-        for registry in self._buffers:
-            registry.update({name: each if each is None else each.clone() for name, each in registry.items()})
+        fresh = {each: value.detach().clone() for each, value in self._values.items()}  # will be written to
+        for registry, start in self._starts:
+            registry.update({name: each if each is None else fresh[each] for name, each in start.items()})
         for attributes, made in self._made:
             attributes[MADE_CALLS] = made
         self._inner.__enter__()

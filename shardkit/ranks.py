@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -109,7 +109,20 @@ def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
     return dict(sorted(dict(known).items()))
 
 
-def _highest(values: list[int], groups: Groups) -> list[int]:
+def from_first(value: Any, groups: Groups) -> Any:
+    """Return the JSON-ready value of the first rank of all. Collective over ``groups``."""
+    for group in groups:
+        data, device = json.dumps(value).encode(), collective_device(group)
+        size = torch.tensor([len(data)], device=device)
+        dist.broadcast(size, group=group, group_src=0)
+        content = torch.frombuffer(bytearray(data.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(device)
+        dist.broadcast(content, group=group, group_src=0)
+        value = json.loads(bytes(content.tolist()))
+    return value
+
+
+def highest(values: list[int], groups: Groups) -> list[int]:
+    """Return the maxima over all ranks of numbers of 64 bits. Collective: one all-reduce per group."""
     for group in groups:
         highest = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -128,8 +141,13 @@ def agree(values: Mapping[str, Any], groups: Groups, call: str, fix: str = "Make
 
 def all_equal(value: Any, groups: Groups) -> bool:
     """Return whether all ranks pass the same JSON-ready value. Collective: one all-reduce of 16 bytes per group."""
-    most, least = _highest(list(_both_ways(value)), groups)
-    return most == -least
+    return each_equal([value], groups)[0]
+
+
+def each_equal(values: Iterable[Any], groups: Groups) -> list[bool]:
+    """Return of each of as many JSON-ready values whether it is equal on all ranks. Collective: one all-reduce."""
+    found = highest([number for value in values for number in _both_ways(value)], groups)
+    return [most == -least for most, least in zip(found[::2], found[1::2], strict=True)]
 
 
 def _both_ways(value: Any) -> tuple[int, int]:
@@ -173,7 +191,7 @@ def raise_together(
     with real_tensors():  # the caller may be in a FakeTensorMode
         same = {"call": call, **poll.same}
         own = _FAILED if problem is not None else int(poll.own)
-        poll.any, most, least = _highest([own, *_both_ways(same)], groups)
+        poll.any, most, least = highest([own, *_both_ways(same)], groups)
         if poll.any < _FAILED:
             if most != -least:
                 raise error(_unequal(same, groups, call, poll.fix))
@@ -223,8 +241,7 @@ def _warn_of_waiting(call: str) -> None:
 def _unequal(values: Mapping[str, Any], groups: Groups, call: str | None, fix: str = "Make them equal") -> str:
     """Return the error that says which arguments differ from the first rank's, on which ranks, and how. Collective."""
     own = json.loads(json.dumps(values, default=repr))
-    first = min(gather_by_rank(None, groups))
-    model = gather_by_rank(own if dist.get_rank() == first else None, groups)[first]
+    first, model = from_first([dist.get_rank(), own], groups)
     names = [name for name in {**model, **own} if own.get(name) != model.get(name)]
     found = gather_by_rank({name: list(_unlike(model.get(name), own.get(name))) for name in names}, groups)
     parts = []

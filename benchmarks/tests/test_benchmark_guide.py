@@ -1,4 +1,4 @@
-"""The guide of docs/memory.md is what the code says."""
+"""The guide of docs/choosing.md is what the code says."""
 
 from __future__ import annotations
 

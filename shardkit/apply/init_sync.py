@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import FakeTensor, has_own_dispatch, local_tensor, plain_attributes
 from shardkit.errors import PlanError, listing, message
-from shardkit.ranks import Groups, all_equal, gather_by_rank, groups_of, raise_together
+from shardkit.ranks import Groups, all_equal, gather_by_rank, groups_of, highest, raise_together
 
 SAMPLED = 8  # elements of each tensor, evenly from its first to its last
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,25 +75,25 @@ def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: b
     """Return the error for states that are not alike on the ranks of the groups, None if they are. Collective."""
     digests = _digests(states.values())
     if sync_module_states:  # only the place matters, since the values are overwritten
-        digests = [None if digest is None else 0 for digest in digests]
+        digests = [int(digest is None) for digest in digests]
     if all_equal(digests, groups):
         return None
-    by_rank, columns = gather_by_rank(digests, groups), dict[str, dict[int, int | None]]()
-    for at, fqn in enumerate(states):
-        pairs = ((rank, column[at]) for rank, column in by_rank.items())
-        columns[fqn] = {rank: digest for rank, digest in pairs if sync_module_states or digest is not None}
-    found = [fqn for fqn, column in columns.items() if len(set(column.values())) > 1]
+    both = [(-1, -1 << 63) if digest is None else (digest, -digest) for digest in digests]
+    ends = highest(list(chain(*both)), groups)  # of each over all ranks, without those on meta
+    differ = [most >= 0 and most != -least for most, least in zip(ends[::2], ends[1::2], strict=True)]
+    found = [fqn for fqn, is_found in zip(states, differ, strict=True) if is_found]
     if not found:
         return None
     if sync_module_states:
         problem = f"needs {listing(found, 6)} on real memory, and some ranks have it on the meta device"
         fix = "Build the model on meta on all ranks and give it rank 0's values by load_full_state_dict"
         return PlanError(message("sync_module_states", problem, "", fix))
-    column = columns[found[0]]
+    of_ranks = gather_by_rank(digests[differ.index(True)], groups)
+    column = {rank: digest for rank, digest in of_ranks.items() if digest is not None}
     first = next(iter(column))
     others = listing((str(rank) for rank, digest in column.items() if digest != column[first]), 8)
     problem = f"has different values on rank {others} than on rank {first}; "
-    problem += f"{len(found)} of {len(columns)} parameters and buffers differ"
+    problem += f"{len(found)} of {len(states)} parameters and buffers differ"
     rule = "Each rank shards its own copy of the model, so all copies must be equal"
     fix = "Call torch.manual_seed(0) on every rank before the model is built, or pass sync_module_states=True to "
     return PlanError(message(found[0], problem, rule, fix + "broadcast the first rank's values"))

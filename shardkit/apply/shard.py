@@ -163,6 +163,10 @@ def _begin(model: nn.Module, plan: ShardingPlan) -> None:
         for caller in callers(plan):
             module = model.get_submodule(caller.modules[0])
             module.forward = in_order(module)
+    for fqn, dtype in plan.replicated_modules().items():
+        from shardkit.runtime.replicated import compute_in
+
+        compute_in(model.get_submodule(fqn), dtype)
     for fqn, number in plan.tiles:
         from shardkit.tiles import tiled
 

@@ -59,7 +59,8 @@ def check_made_for(tree: ModelTree, plan: ShardingPlan) -> None:
 
 def check_fit(tree: ModelTree, plan: ShardingPlan) -> None:
     """Raise one PlanError that lists why ``plan``, made for the model, cannot be applied to it; local."""
-    refuse([*_split(tree, plan), *_same_memory(tree, plan), *cannot_carry(tree, plan), *_pinned(plan)])
+    problems = [*_split(tree, plan), *_listed_twice(tree, plan), *_same_memory(tree, plan)]
+    refuse([*problems, *cannot_carry(tree, plan), *_pinned(plan)])
 
 
 _OTHER_MODEL = ("A plan is for one model", "Make the plan from this model with plan_model")
@@ -82,6 +83,9 @@ def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     fqns = [*(fqn for unit in plan.units for fqn in unit.modules), *dict(plan.tiles)]
     if missing := [fqn for fqn in fqns if fqn not in tree.places]:
         yield message("plan", f"is for another model: the model has no module {listing(missing)}", *_OTHER_MODEL)
+
+
+def _listed_twice(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     named: dict[int, str] = {}
     for fqn in (fqn for unit in plan.units for fqn in unit.modules if fqn in tree.places):
         first = named.setdefault(tree.firsts[tree.places[fqn]], fqn)

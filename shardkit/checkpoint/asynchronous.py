@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import with_local
+from shardkit.checkpoint.chunks import MASK
 from shardkit.checkpoint.directory import finish_deletions
 from shardkit.errors import CheckpointError, message
-from shardkit.ranks import Groups, gather_by_rank, raise_together
+from shardkit.ranks import Groups, collective_device, gather_by_rank, raise_together
 from shardkit.shards import local_value
 
 logger = logging.getLogger("shardkit")
@@ -58,6 +59,28 @@ def on_each(body: Callable[[], Any], groups: Groups) -> dict[int, Any]:
     if any(failed for failed, _ in found.values()):
         raise_together(problem, groups, CheckpointError)
     return {rank: own for rank, (_, own) in found.items()}
+
+
+def sums_on_each(body: Callable[[], Sequence[int]], count: int, groups: Groups) -> list[int]:
+    """Run a local body, and return sums over ranks of its ``count`` numbers, mod 2**64, or raise on all. Collective.
+
+    One all-reduce, so that what a rank receives does not grow with the number of ranks.
+    """
+    if not groups:
+        return list(body())
+    own, problem = [0] * count, None
+    try:
+        own = list(body())
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = error
+    signed = [each - (each >> 63 << 64) for each in (*own, int(problem is not None))]
+    for group in groups:
+        total = torch.tensor(signed, device=collective_device(group))
+        dist.all_reduce(total, group=group)
+        signed = total.tolist()
+    if signed.pop():
+        raise_together(problem, groups, CheckpointError)
+    return [each & MASK for each in signed]
 
 
 # ---- in the background ------------------------------------------------------------------------------------------

@@ -93,7 +93,9 @@ def _content(source: Source) -> Content:
     rest = {"model": others, "scheduler": contents.scheduler, "extra": contents.extra}
     plain, beside = encode(rest, "")
     encoded, tensors = encode(read_values(source, optimizer), "")
-    states = {kind: [each.hex() for each in of_ranks] for kind, of_ranks in contents.random.items()}
+    states = {
+        kind: [of_ranks[rank].hex() for rank in range(len(of_ranks))] for kind, of_ranks in contents.random.items()
+    }
     plain |= {"optimizer": encoded, "ties": contents.ties, "random": states}
     about: Any = {"trainable_only": contents.trainable_only, "quantized": contents.quantized}
     return Content(read_values(source, model), tensors, beside, plain, **about)

@@ -63,7 +63,7 @@ def load_checkpoint(
     **Collective**: every rank of the world, or of ``group``, calls it, and reads the bytes of its own shards. ``path``
     may be a checkpoint of :func:`save_checkpoint`; a directory of ``torch.distributed.checkpoint``; a file of
     ``torch.save``, or a directory of such files from each rank (``*_rank_0.pt``); a safetensors file, its index, or a
-    directory of either. ``docs/checkpoints.md`` lists what FSDP1 and others write.
+    directory of either. ``docs/saving-and-loading.md`` lists what FSDP1 and others write.
 
     With as many ranks as saved, each gets its own random generators back. Else a generator that was equal on all ranks
     continues, and others are seeded by rank, reproducibly.

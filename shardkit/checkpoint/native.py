@@ -13,7 +13,7 @@ import os
 import pickle
 import random
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardkit._torch.dispatch import accelerator_state, default_generator
-from shardkit.checkpoint.asynchronous import on_each, own_rank, ranks_of
+from shardkit.checkpoint.asynchronous import on_each, own_rank, ranks_of, sums_on_each
 from shardkit.checkpoint.chunks import MASK, STAGE, covers, opened, part_of, raw, read_all, word_sum
 from shardkit.checkpoint.directory import WAY, FileEntry, Manifest, check_sizes, crc32_of, entry_of, read_manifest
 from shardkit.checkpoint.format import INDEX, SUFFIX, Located, locate, read_parts, within
-from shardkit.checkpoint.source import Contents, Stored, contents_of, decode
+from shardkit.checkpoint.source import Contents, States, Stored, contents_of, decode
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups
 
@@ -170,7 +170,7 @@ class NativeCheckpoint(Safetensors):
         check_sizes(directory, self.manifest)
         # Headers and indexes, which are small; the tensors are left to verify().
         self._check_crc32([name for name in sorted(self.manifest.files) if not name.endswith(".distcp")])
-        super().__init__({section: self._section(section) for section in ("model", "optimizer", "state")})
+        super().__init__({section: self._section(section) for section in ("model", "optimizer", "state", "random")})
         self._dcp: DcpDirectory | None = None
         if self.manifest.format == "dcp":
             self._dcp = DcpDirectory(directory)
@@ -198,9 +198,10 @@ class NativeCheckpoint(Safetensors):
             contents.optimizer = decode(state["optimizer"], self.stored("optimizer"))
         contents.model |= decode(state["model"], tensors)
         contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
-        contents.random = {
-            kind: list(map(_random_state, states)) for kind, states in decode(state["random"], tensors).items()
-        }
+        for kind, states in decode(state["random"], tensors).items():
+            found = list(map(_random_state, states))
+            contents.random[kind] = found[:1] if len(set(found)) == 1 else found
+        contents.random |= {kind: RandomRows(self.located[each.key]) for kind, each in self.stored("random").items()}
         contents.ties = {name: first for name, first in state["ties"].items() if first in contents.model}
         contents.quantized = bool(state.get("quantized"))
         contents.trainable_only = self.manifest.trainable_only
@@ -220,13 +221,12 @@ class NativeCheckpoint(Safetensors):
         files, ranks = self.manifest.files, ranks_of(groups)
         rank = ranks.index(own_rank())
 
-        def own() -> dict[str, int]:
+        def own() -> list[int]:
             self._check_crc32([name for name in sorted(files) if name.endswith(".distcp")][rank :: len(ranks)])
             return self._own_sums(rank, len(ranks))
 
-        found: dict[str, int] = {}
-        for of_rank in on_each(own, groups).values():
-            found |= {name: (found.get(name, 0) + total) & MASK for name, total in of_rank.items()}
+        names = [f"{at.file.name}: {key.partition('/')[2]}" for key, at in self.located.items()]
+        found = dict(zip(names, sums_on_each(own, len(names), groups), strict=True))
         written = {f"{file}: {name}": total for file, entry in files.items() for name, total in entry.sums.items()}
         self._check({name for name in written.keys() | found.keys() if found.get(name) != written.get(name)})
 
@@ -238,10 +238,10 @@ class NativeCheckpoint(Safetensors):
         if damaged:
             raise self._refused(f"checksums differ in {listing(sorted(damaged))}; nothing was changed")
 
-    def _own_sums(self, rank: int, world_size: int) -> dict[str, int]:
+    def _own_sums(self, rank: int, world_size: int) -> list[int]:
         """Return what this rank's share of each tensor adds to its checksum."""
-        buffer, sums = torch.empty(STAGE, dtype=torch.uint8), {}
-        for key, at in self.located.items():
+        buffer, sums = torch.empty(STAGE, dtype=torch.uint8), list[int]()
+        for at in self.located.values():
             share = -(-at.entry.bytes // (8 * world_size)) * 8  # whole words
             stop, total = min(share * (rank + 1), at.entry.bytes), 0
             with opened(at.file, os.O_RDONLY) as descriptor:
@@ -250,7 +250,7 @@ class NativeCheckpoint(Safetensors):
                     buffer[count : count + -count % 8] = 0
                     read_all(descriptor, raw(buffer[:count]), at.entry.start + start)
                     total += word_sum(buffer[: count + -count % 8])
-            sums[f"{at.file.name}: {key.partition('/')[2]}"] = total & MASK
+            sums.append(total & MASK)
         return sums
 
 
@@ -262,15 +262,42 @@ def _random_state(saved: str | Tensor) -> bytes:
     return bytes(saved.tolist()) if isinstance(saved, Tensor) else bytes.fromhex(saved)
 
 
+RANDOM_BYTES = 8192  # of a row in random.safetensors: the length of a state in 4 bytes, the state, and zeros
+
+
+def random_row(state: bytes) -> Tensor:
+    """Return a generator's state as a row of the tensor with those of all ranks. Pure."""
+    row = bytearray((len(state).to_bytes(4, "little") + state).ljust(RANDOM_BYTES, b"\0"))
+    assert len(row) == RANDOM_BYTES, "a generator with a larger state than those of torch 2.15 and Python 3.14"
+    return torch.frombuffer(row, dtype=torch.uint8).unsqueeze(0)
+
+
+class RandomRows:
+    """The states of one kind of generator of all ranks, each read when asked for."""
+
+    def __init__(self, at: Located) -> None:
+        self._at = at
+
+    def __len__(self) -> int:
+        return int(self._at.entry.shape[0])
+
+    def __getitem__(self, rank: int) -> bytes:
+        row = random_row(b"")
+        read_parts([(self._at, (row, ((rank, 1), (0, RANDOM_BYTES))))])
+        data = bytes(row.flatten().tolist())
+        return data[4 : 4 + int.from_bytes(data[:4], "little")]
+
+
 def own_random_states() -> dict[str, bytes]:
-    """Return the states of this process's generators, by kind; the accelerator's if it has been used. Local, pure."""
+    """Return the states of this process's generators, by kind; an accelerator's is empty before use. Local, pure."""
     found = {"python": json.dumps(random.getstate()).encode(), "cpu": bytes(torch.get_rng_state().tolist())}
     accelerator, state = torch.accelerator.current_accelerator(), accelerator_state()
-    return found if accelerator is None or state is None else found | {accelerator.type: bytes(state.tolist())}
+    own = b"" if state is None else bytes(state.tolist())
+    return found if accelerator is None else found | {accelerator.type: own}
 
 
-def resume_random(saved: Mapping[str, Sequence[bytes]], rank: int, world_size: int) -> None:
-    """Set this rank's generators from those of all ranks that saved. Local.
+def resume_random(saved: Mapping[str, States], rank: int, world_size: int) -> None:
+    """Set this rank's generators from those of all ranks that saved, or the one that all had. Local.
 
     If all ranks had the same state, every rank gets it. Else, in a world of the same size each rank gets its own; in
     any other world each is seeded by its rank and rank 0's state: different on each rank, and the same whenever this
@@ -278,10 +305,11 @@ def resume_random(saved: Mapping[str, Sequence[bytes]], rank: int, world_size: i
     """
     accelerator = torch.accelerator.current_accelerator()
     for kind, of_ranks in saved.items():
-        state = of_ranks[rank if len(of_ranks) == world_size else 0]
+        if not (state := of_ranks[rank if len(of_ranks) == world_size else 0]):
+            continue
         digest = hashlib.sha256(state + f"{kind} {rank} of {world_size}".encode()).digest()
         seed = int.from_bytes(digest[:8], "little") >> 1
-        is_seeded = len(set(of_ranks)) > 1 and len(of_ranks) != world_size
+        is_seeded = len(of_ranks) not in (1, world_size)
         if kind == "python" and is_seeded:
             random.seed(seed)
         elif kind == "python":

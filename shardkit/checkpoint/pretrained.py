@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import directory
-from shardkit.checkpoint.asynchronous import on_each, own_rank, ranks_of, world
+from shardkit.checkpoint.asynchronous import own_rank, ranks_of, sums_on_each, world
 from shardkit.checkpoint.chunks import flush_files, full_box, refuse_subclasses
 from shardkit.checkpoint.format import File, Spec, lay_out, locate
 from shardkit.checkpoint.hub import (
@@ -36,7 +36,7 @@ from shardkit.checkpoint.source import check_stored_ties
 from shardkit.checkpoint.write import (
     MAX_SHARD_SIZE,
     Written,
-    check_written,
+    check_counts,
     create_files,
     described,
     held_parts,
@@ -279,13 +279,18 @@ def _write(place: Path, files: list[File], export: Export, groups: Groups) -> No
     own = held_parts(export.sources, ranks).get("", {})
     parts = [(export.renamed[n], part) for n, part in own.items() if n in export.renamed]
 
-    def write_own() -> Written:
+    written_names = list(export.specs(None))
+
+    def counts(written: Written) -> list[int]:
+        return [written.get(name, (0, 0))[0] for name in written_names]
+
+    def write_own() -> list[int]:
         place.mkdir(parents=True, exist_ok=True)
         if own_rank() == ranks[0]:
             create_files(place, files)
-        return write_parts(place, files, parts)
+        return counts(write_parts(place, files, parts))
 
-    written = [*on_each(write_own, groups).values()]
+    of_parts = sums_on_each(write_own, len(written_names), groups)
     made: Written = {}
     problem = None
     for turn, (group, names) in enumerate(export.groups):
@@ -296,17 +301,15 @@ def _write(place: Path, files: list[File], export: Export, groups: Groups) -> No
         except Exception as error:  # raised below: the other ranks gather on
             problem = problem or error
 
-    def finish() -> Written:
+    def finish() -> list[int]:
         if problem is not None:
             raise problem
         own = made.keys() | {name for name, _ in parts}
         flush_files(place / file.name for file in files if not file.tensors.keys().isdisjoint(own))
-        return made
+        return counts(made)
 
-    written += on_each(finish, groups).values()
-    check_written(
-        {name: spec.shape.numel() for name, spec in export.specs(None).items()}, [{"": each} for each in written]
-    )
+    of_groups = sums_on_each(finish, len(written_names), groups)
+    check_counts(files, {name: sum(pair) for name, *pair in zip(written_names, of_parts, of_groups, strict=True)})
 
 
 def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dict[str, Tensor] | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,20 +23,21 @@ from shardkit.checkpoint.asynchronous import (
     background_groups,
     finish_pending,
     host_copies,
-    on_each,
     own_rank,
     ranks_of,
     start_pending,
+    sums_on_each,
     wait_pending,
     world,
 )
 from shardkit.checkpoint.chunks import flush_files, refuse_subclasses
 from shardkit.checkpoint.directory import FORMATS, FileEntry, Manifest, entries_of
-from shardkit.checkpoint.native import own_random_states, write_dcp
+from shardkit.checkpoint.format import Spec, lay_out
+from shardkit.checkpoint.native import RANDOM_BYTES, own_random_states, random_row, write_dcp
 from shardkit.checkpoint.source import decode, encode
-from shardkit.checkpoint.write import Layout, check_written, described, laid_out, write_own
+from shardkit.checkpoint.write import MAX_SHARD_SIZE, Layout, check_written, described, laid_out, write_own
 from shardkit.errors import CheckpointError, message
-from shardkit.ranks import Groups, together
+from shardkit.ranks import Groups, each_equal, together
 from shardkit.shards import as_sharded, local_value
 from shardkit.state.model import check_scales, first_names, model_state, trainable_state
 from shardkit.state.optimizer import CLASS, is_quantized, optimizers_of, sharded_optimizer_state_dict
@@ -48,7 +51,7 @@ class Content:
     optimizer: dict[str, Tensor]  # by path in the state
     rest: dict[str, Tensor]  # of the scheduler and of extra; the first rank writes them
     plain: dict[str, Any]  # everything else, encoded
-    random: dict[str, str] = field(default_factory=dict)  # this rank's generators
+    random: dict[str, bytes] = field(default_factory=dict)  # this rank's generators
     quantized: bool = False  # whether optimizer state is quantized on this rank
     trainable_only: bool = False  # whether frozen parameters are left out
 
@@ -56,8 +59,9 @@ class Content:
         """Return what must be equal on all ranks, by argument."""
         plain = self.plain["optimizer"] or {"param_groups": []}
         optimizer = {name: described(tensor) for name, tensor in self.optimizer.items()}
+        model = {name: described(tensor) for name, tensor in self.model.items()}
         return {
-            "model": {name: described(tensor) for name, tensor in self.model.items()},
+            "model": model | {f"{name} (tied)": first for name, first in self.plain["ties"].items()},
             "optimizer": optimizer | plain | {"param_groups": dict(enumerate(plain["param_groups"]))},
             "scheduler": self.plain["scheduler"],
         }
@@ -82,7 +86,7 @@ def save_checkpoint(
     **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same model, and sees the
     same file system. Each rank writes its own bytes; nothing is gathered, and nothing is pickled. An earlier checkpoint
     at ``path`` stays until the new one is complete and on the disk, whenever processes are killed. The random
-    generators of every rank are saved too. ``docs/checkpoints.md`` has the files.
+    generators of every rank are saved too. ``docs/saving-and-loading.md`` has the files.
 
     Args:
         path: the directory of this one checkpoint, such as ``runs/step-100``.
@@ -173,7 +177,7 @@ def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, tra
         rest={name: tensor.detach() for name, tensor in (rest | beside_tensors).items()},
         plain={"model": others, "optimizer": encoded, **beside, "ties": ties},
         quantized=any(map(is_quantized, tensors.values())),
-        random={kind: each.hex() for kind, each in own_random_states().items()},
+        random=own_random_states(),
         trainable_only=trainable_only,
     )
 
@@ -220,41 +224,50 @@ def commit_checkpoint(
 ) -> None:
     """Write everything into a temporary directory, and rename it when all ranks have. Collective over ``groups``."""
     layouts, files = _layouts(content, format, ranks), dict[str, FileEntry]()
-    is_first = own_rank() == ranks[0]
+    is_first, of_first = own_rank() == ranks[0], layouts.pop("state", Layout({}, []))
+    beside: list[int] = []
 
-    def write() -> dict[str, Any]:
+    def write() -> list[int]:
         if is_first:
             directory.clear_stale(path, token)
         draft.mkdir(parents=True, exist_ok=True)
-        written = {key: write_own(draft, layout, ranks) for key, layout in layouts.items()}
-        return {"random": content.random, "quantized": content.quantized, "written": written}
+        beside.extend(write_own(draft, of_first, ranks) if is_first else ())
+        numbers = [write_own(draft, layout, ranks) for layout in layouts.values()]
+        return [int(content.quantized), *chain.from_iterable(numbers)]
 
     with directory.temporary_directory(path, token, is_first=is_first) as draft:
+        equal = each_equal(map(repr, content.random.values()), groups)
+        random = {kind: state for (kind, state), same in zip(content.random.items(), equal, strict=True) if same}
+        layouts["random"] = _rows_of({k: state for k, state in content.random.items() if k not in random}, ranks)
         if format == "dcp":
             files = write_dcp(draft, _dcp_tree(content), groups)
-        reports = on_each(write, groups).values()
+        quantized, *sums = sums_on_each(write, 1 + sum(each.numbers for each in layouts.values()), groups)
         with together(groups, CheckpointError):
             if not is_first:
                 return
-            for key, layout in layouts.items():
-                sizes = {name: tensor.numel() for name, tensor in layout.tensors.items()} if layout.files else {}
-                files |= entries_of(
-                    layout.files, check_written(sizes, (each["written"].get(key, {}) for each in reports))
-                )
-            _write_manifest(path, draft, content, Manifest(format, len(ranks), files), list(reports))
+            sums += beside
+            for layout in (*layouts.values(), of_first):
+                files |= entries_of(layout.files, check_written(layout, sums[: layout.numbers]))
+                sums = sums[layout.numbers :]
+            alike = {kind: [state.hex()] for kind, state in random.items() if state}
+            state = {"random": alike, "quantized": bool(quantized)} | content.plain
+            _write_manifest(path, draft, content, Manifest(format, len(ranks), files, state=state))
             directory.commit(path, token, replace=replaces, keep=keep)
 
 
-def _write_manifest(
-    path: Path, draft: Path, content: Content, found: Manifest, reports: Sequence[Mapping[str, Any]]
-) -> None:
+def _rows_of(random: dict[str, bytes], ranks: Sequence[int]) -> Layout:
+    """Return the file with the states of generators that differ between ranks: a row for each rank. Local."""
+    specs = dict.fromkeys(random, Spec(torch.uint8, torch.Size((len(ranks), RANDOM_BYTES))))
+    box = ((ranks.index(own_rank()), 1), (0, RANDOM_BYTES))
+    rows = {kind: (random_row(state), box) for kind, state in random.items()}
+    return Layout({}, lay_out(specs, "random", MAX_SHARD_SIZE) if specs else [], rows)
+
+
+def _write_manifest(path: Path, draft: Path, content: Content, found: Manifest) -> None:
     """Carry over files of others from ``path``, and write what is not a tensor, flushed. Local."""
-    kinds = [kind for kind in reports[0]["random"] if all(kind in each["random"] for each in reports)]
-    random = {kind: [each["random"][kind] for each in reports] for kind in kinds}
-    state = {"random": random, "quantized": any(each["quantized"] for each in reports)} | content.plain
     old = directory.written_files(path)
     directory.carry_over(path, draft, lambda name: name in old)
-    found = replace(found, state=state, trainable_only=content.trainable_only)
+    found = replace(found, trainable_only=content.trainable_only)
     (draft / directory.NAME).write_bytes(found.to_bytes())
     flush_files([draft / directory.NAME])
 

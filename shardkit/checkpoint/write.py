@@ -6,9 +6,11 @@ the slice with the lowest rank writes it, and the values of all slices must be e
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -38,6 +40,7 @@ MAX_SHARD_SIZE = 5 * 10**9  # bytes
 
 # By name, the elements of a tensor that a rank has written, and what they add to its checksum.
 Written: TypeAlias = "dict[str, tuple[int, int]]"
+_NUMBERS = 5  # of each tensor: both, then over all slices with a random factor for each: both, and the sum of factors
 
 
 class Layout(NamedTuple):
@@ -45,6 +48,12 @@ class Layout(NamedTuple):
 
     tensors: dict[str, Tensor]
     files: list[File]
+    rows: Mapping[str, Part] = MappingProxyType({})  # of this rank, of tensors that are only in the files
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers :func:`write_own` returns."""
+        return _NUMBERS * (len(self.tensors) + len(self.rows))
 
 
 def described(tensor: Tensor) -> str:
@@ -111,29 +120,30 @@ def held_parts(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str,
     return found
 
 
-def check_written(sizes: Mapping[str, int], of_ranks: Iterable[Mapping[str, Written]]) -> dict[str, int]:
+def check_written(layout: Layout, sums: Sequence[int]) -> dict[str, int]:
     """Check that ranks wrote as many elements of each tensor as it has, and that all slices have the same. Pure.
 
-    ``of_ranks`` are the reports of :func:`write_own`. Returns the checksums of the tensors.
+    ``sums`` are those over ranks of what :func:`write_own` returns. Returns the checksums of the tensors.
     """
-    slices: dict[str, Written] = {}
-    for at, parts in (each for of_rank in of_ranks for each in of_rank.items()):
-        found = slices.setdefault(at, {})
-        for name, (count, total) in parts.items():
-            known, before = found.get(name, (0, 0))
-            found[name] = known + count, (before + total) & MASK
-    written = slices.pop("", {})
-    counts = {name: written.get(name, (0, 0))[0] for name in sizes}
-    if wrong := [f"{name} ({counts[name]:,} of {size:,})" for name, size in sizes.items() if counts[name] != size]:
-        rule, fix = "Every element is written once", "Report this, with the model's meshes and placements"
-        raise CheckpointError(message("elements written", f"do not add up: {listing(wrong)}", rule, fix))
-    if differ := {name for parts in slices.values() for name, own in parts.items() if own != written.get(name)}:
+    of_each = [sums[at : at + _NUMBERS] for at in range(0, len(sums), _NUMBERS)]
+    found = dict(zip((*layout.tensors, *layout.rows), of_each, strict=True))
+    check_counts(layout.files, {name: count for name, (count, *_) in found.items()})
+    differ = [n for n, (count, total, *others, by) in found.items() if others != [by * count & MASK, by * total & MASK]]
+    if differ:
         problem = f"are full on several meshes, with different values: {listing(sorted(differ))}"
         rule = "A tensor whose parts differ between ranks must be one DTensor on a mesh of all of these ranks"
         fix = "Call DTensor.from_local(part, mesh['ep'], [Shard(0)]), for example, before fully_shard, with the mesh "
         fix += "axis along which the tensor differs; or save each mesh by itself with group="
         raise CheckpointError(message(f"{len(differ)} tensors", problem, rule, fix))
-    return {name: total for name, (_, total) in written.items()}
+    return {name: total for name, (_, total, *_) in found.items()}
+
+
+def check_counts(files: Iterable[File], counts: Mapping[str, int]) -> None:
+    """Check that as many elements were written of each tensor in the files as it has. Pure."""
+    sizes = {name: entry.shape.numel() for file in files for name, entry in file.tensors.items()}
+    if wrong := [f"{name} ({counts[name]:,} of {size:,})" for name, size in sizes.items() if counts[name] != size]:
+        rule, fix = "Every element is written once", "Report this, with the model's meshes and placements"
+        raise CheckpointError(message("elements written", f"do not add up: {listing(wrong)}", rule, fix))
 
 
 # ---- how it is written ----------------------------------------------------------------------------------------
@@ -147,21 +157,31 @@ def create_files(directory: Path, files: Iterable[File]) -> None:
             write_all(descriptor, memoryview(file.head), 0)
 
 
-def write_own(directory: Path, layout: Layout, ranks: Sequence[int]) -> dict[str, Written]:
-    """Write this rank's parts into the files, which the first makes; a layout without files is only summed. Local."""
+def write_own(directory: Path, layout: Layout, ranks: Sequence[int]) -> list[int]:
+    """Write this rank's parts into the files, which the first makes; a layout without files is only summed. Local.
+
+    Returns numbers whose sums over ranks :func:`check_written` takes.
+    """
     is_first, held = own_rank() == ranks[0], held_parts(layout.tensors, ranks)
-    report: dict[str, Written] = {}
+    written: Written = {}
     if layout.files:
-        mine = held.pop("", {})
+        mine = {**held.pop("", {}), **layout.rows}
         if is_first:
             create_files(directory, layout.files)
-        report[""] = write_parts(directory, layout.files, mine.items())
+        written = write_parts(directory, layout.files, mine.items())
         touched = [file.name for file in layout.files if is_first or not file.tensors.keys().isdisjoint(mine)]
         flush_files(directory / name for name in touched)
+    numbers = {name: [*written.get(name, (0, 0)), 0, 0, 0] for name in (*layout.tensors, *layout.rows)}
     for at, parts in held.items():
-        sums = {name: part_sum(*part, layout.tensors[name].shape) for name, part in parts.items()}
-        report[at] = {name: (parts[name][0].numel(), total) for name, total in sums.items()}
-    return report
+        factor = int.from_bytes(hashlib.sha256(at.encode()).digest()[:8], "little") | 1
+        for name, (part, box) in parts.items():
+            count, total = part.numel(), part_sum(part, box, layout.tensors[name].shape)
+            if not at:
+                numbers[name][:2] = count, total
+                continue
+            is_origin = not any(layout.tensors[name].device_mesh.get_coordinate())  # type: ignore[attr-defined]
+            numbers[name][2:] = factor * count & MASK, factor * total & MASK, factor * is_origin
+    return [number for each in numbers.values() for number in each]
 
 
 def write_parts(directory: Path, files: Sequence[File], parts: Iterable[tuple[str, Part]]) -> Written:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp.states import compute_dtypes
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim import step_on_local_shards, step_on_whole_matrices
 
 Runner = TypeVar("Runner")
@@ -28,22 +28,28 @@ _OURS = "of_shardkit"  # marks the plugin: accelerate's state outlives an Accele
 def keep_sharded(runner: Runner) -> Runner:
     """Make accelerate leave sharded models as they are. In place, local, once; before anything is prepared.
 
+    A model that transformers has sharded (``DistributedConfig``) is passed first, before ``Trainer(...)``, which would
+    refuse to save what resuming needs: ``trainer = keep_sharded(Trainer(keep_sharded(model), args, ...))``.
+
     ``prepare`` then accepts models sharded with FSDP2 and no others, and wraps nothing around them. torch's
     element-wise optimizers step on local shards; Muon and Adafactor on whole matrices; any other steps DTensors.
     Accumulation, clipping, evaluation and ``save_state`` work as with accelerate's own FSDP2. Checkpoints are full:
     rank 0 gathers model and optimizer state in CPU memory. Resume on any number of ranks.
 
     Args:
-        runner: an ``accelerate.Accelerator``, or a trainer that has one: transformers' ``Trainer``, TRL's.
+        runner: an ``accelerate.Accelerator``, or a trainer that has one: transformers' ``Trainer``, TRL's; or a model.
 
     Returns:
         The same object.
 
     Raises:
         ShardkitError: accelerate is also told to shard (``fsdp=``, DeepSpeed), or runs another number of processes than
-            the process group, or in fp16; the trainer's model is not sharded. ``prepare`` raises it for a model that is
-            not sharded, or computes in another dtype than ``bf16=True`` asks for.
+            the process group, or in fp16; the model is not sharded, or split in other ways too. ``prepare`` raises it
+            for a model that is not sharded, or computes in another dtype than ``bf16=True`` asks for.
     """
+    if isinstance(runner, nn.Module):
+        _take_over(runner)
+        return runner
     accelerator = _accelerator_of(runner)
     _check(runner, accelerator)
     if runner is not accelerator:
@@ -53,6 +59,21 @@ def keep_sharded(runner: Runner) -> Runner:
     accelerator.native_amp = False  # no autocast: the plan's MixedPrecisionPolicy casts
     accelerator.prepare = partial(_prepare, accelerator)
     return runner
+
+
+def _take_over(model: nn.Module) -> None:
+    """Let transformers forget that it has sharded the model, so that its Trainer saves and loads as for ours."""
+    if not isinstance(model, FSDPModule):
+        raise ShardkitError(_not_sharded(model))
+    config: Any = model.config
+    sizes = getattr(config, "distributed_config", None)
+    plain = [name for name, each in model.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+    if sizes is not None and (plain or sizes.tp_size * sizes.pp_size * sizes.ep_size > 1):
+        problem = f"trains plain parameters: {listing(plain, 4)}" if plain else f"is split by more than FSDP: {sizes}"
+        fix = "Pass a model with fsdp_size= and dp_replicate_size= alone, and adapters to shard_model"
+        raise ShardkitError(message(type(model).__name__, problem, "keep_sharded leaves reductions to FSDP2", fix))
+    vars(model)["_is_distributed_loading_by_transformers"] = False
+    config.distributed_config = None
 
 
 def _accelerator_of(runner: object) -> Any:
@@ -136,15 +157,19 @@ def _without_dtensors(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 def _check_model(accelerator: Any, model: nn.Module) -> None:
     if not isinstance(model, FSDPModule):
-        rule = "After keep_sharded accelerate trains only models sharded with FSDP2"
-        fix = "Call shardkit.shard_model(model) before the optimizer and prepare"
-        raise ShardkitError(message(type(model).__name__, "is not sharded", rule, fix))
+        raise ShardkitError(_not_sharded(model))
     dtypes = compute_dtypes(model)
     if accelerator.mixed_precision == "bf16" and torch.bfloat16 not in dtypes:
         problem = f"is bf16, and the model computes in {', '.join(sorted(map(str, dtypes)))}"
         rule = "The plan sets the dtype of a sharded model; accelerate's autocast is off"
         policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         raise ShardkitError(message("mixed_precision", problem, rule, f"Pass {policy} to shard_model, or bf16=False"))
+
+
+def _not_sharded(model: nn.Module) -> str:
+    rule = "After keep_sharded accelerate trains only models sharded with FSDP2"
+    fix = "Call shardkit.shard_model(model) before the optimizer and prepare"
+    return message(type(model).__name__, "is not sharded", rule, fix)
 
 
 _CALLS = ("merge", "unmerge")

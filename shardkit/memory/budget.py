@@ -36,13 +36,13 @@ class BudgetPlan(Prediction):
 
     def __str__(self) -> str:
         peak, limit = self.peak.total, self.budget - self.reserved
-        within = _less(self.budget, self.reserved)
-        answer = f"fits {within}: {self.name}, peak {nbytes(peak)}, {nbytes(limit - peak)} free"
+        of = f" ({_less(self.budget, self.reserved)})" if self.reserved else ""
+        answer = f"fits in {nbytes(limit)}{of}: {self.name}; peak {nbytes(peak)}, {nbytes(limit - peak)} free"
         rows = [["plan", "peak", ""]]
         for each in self.weighed:
             verdict = "chosen" if each is self.weighed[-1] else "" if each.peak.total <= limit else "does not fit"
             rows.append([each.name, nbytes(each.peak.total), verdict])
-        footer = "Not counted, so memory is reserved for it: fragmentation, NCCL, CUDA's context."
+        footer = "The reserve is for what is not counted: fragmentation, NCCL, the CUDA context."
         return "\n".join([answer, "", *aligned(rows, left={0, 2}), "", footer])
 
 
@@ -123,7 +123,7 @@ def choose(
     least = min(weighed, key=lambda candidate: candidate.peak.total)
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
     problem = f"of {_less(budget, reserved)} is too little: {least.name} still peaks at {peak}, "
-    problem += f"{missing} over it, {least.peak.where}"
+    problem += f"{missing} too much, {least.peak.where}"
     fix = 'Use a smaller batch, smaller units, or tiles, such as by_name("*.mlp", tiles=4)'
     raise PlanError(message("budget", problem, "", fix))
 
@@ -140,7 +140,10 @@ class Search:
     def weighed(self, base: ShardingPlan) -> list[Prediction]:
         """Return candidates in the order of what they cost, up to the first that fits and what that leaves to spend."""
         sharded, found = resharded(base), list[Prediction]()
-        for labels, start in (((), sharded), (("on the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy()))):
+        for labels, start in (
+            ((), sharded),
+            (("offloaded to the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy())),
+        ):
             found += self._from(labels, start)
             if found[-1].peak.total <= self.limit:
                 break

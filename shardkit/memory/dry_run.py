@@ -19,8 +19,8 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
     """Return the plan of ``make()``, checked by one forward: it uses every parameter inside its unit. Local, pure.
 
     Args:
-        tree: the model; modules whose parameters are used without calling them are added to ``tree.uncalled``.
-        make: makes a plan of ``tree``; called again after modules were added to ``tree.uncalled``.
+        tree: the model; gets ``reads``, and in ``uncalled`` the modules whose parameters are used without calling them.
+        make: makes a plan of ``tree``; called again with what was found.
         batch: one rank's micro-batch; values are not read.
         is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
 
@@ -35,6 +35,10 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
         wrong = [unit for unit in plan.units if unit.name in uses.outside]
         found = {entry for unit in wrong for fqn in unit.modules for entry in tree.paths(tree.places[fqn])}
         if not wrong:
+            if is_default and not tree.reads:
+                tree.reads = uses.reads
+                if make().units != plan.units:  # by what is read last, and how often
+                    continue
             break
         if not is_default or found <= tree.uncalled:
             raise PlanError("\n".join(_problem(unit.name, uses.outside[unit.name]) for unit in wrong))
@@ -47,10 +51,10 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
     expected = [unit.name for unit in plan.execution_order() if unit.name in uses.called]
     order = () if expected == list(uses.called) else tuple(uses.called)
     if uses.written:
-        fix = "make it a buffer (docs/what-fsdp2-does-to-your-forward.md)"
+        fix = "make it a buffer (docs/kinds-of-models.md)"
         notes.append(f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}")
     if uses.filled:
-        fix = "return it, or keep it inside one unit (docs/what-fsdp2-does-to-your-forward.md)"
+        fix = "return it, or keep it inside one unit (docs/kinds-of-models.md)"
         notes.append(f"{listing(uses.filled, 4)}: written into by the unit, which gets a copy from FSDP2; {fix}")
     return replace(plan, order=order, notes=(*plan.notes, *notes))
 
@@ -103,6 +107,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.outside: dict[str, dict[str, str]] = {}  # by unit and FQN of a parameter: what ran when it was read
         self.called: dict[str, None] = {}  # units that ran, in order
+        self.reads: dict[str, int] = {}  # how often each parameter was read, by FQN, those read last at the end
         self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
         self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into
         self.filled: dict[str, None] = {}  # lists and dicts among a unit's inputs that it wrote into
@@ -142,6 +147,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the parameters among an operator's arguments, and run it."""
         for leaf in tree_leaves((args, kwargs)):
             fqn, unit = self._owned.get(id(leaf), ("", ""))
+            if fqn and not f"{func}".startswith("prim."):  # as prim.device, with which fake tensors ask for a device
+                self.reads[fqn] = self.reads.pop(fqn, 0) + 1
             if fqn and unit not in self._kept and unit not in self._running:
                 self.outside.setdefault(unit, {}).setdefault(fqn, self._running[-1])
         if f"{func}.".split(".")[1].endswith("_"):  # in place, as aten.copy_.default, also through .data or a view

@@ -118,19 +118,25 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
         help="show whether a model fits, and with which plan",
-        description="Print the answer, the plan, and the memory of every strategy on one rank. Runs one forward and "
-        "backward on fake tensors. Exits with 1 if nothing fits.",
+        description="Print whether a model fits, the plan, and the memory of every strategy on one rank. Needs no GPU "
+        "and no weights: one forward and backward runs on fake tensors. Exits with 1 if nothing fits.",
+        epilog="example: python -m shardkit plan config.json --world 64 --batch 1x4096 --budget 80GiB",
     )
-    parser.add_argument("model", help="package.module:factory, or a config.json of transformers")
-    parser.add_argument("--world", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
+    parser.add_argument(
+        "model", help="config.json of transformers, or package.module:factory, called without arguments"
+    )
+    parser.add_argument("--world", type=positive, default=8, metavar="RANKS", help="all ranks (default: %(default)s)")
     parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
-    parser.add_argument("--budget", help="memory of each rank's GPU, such as 80GiB")
-    reserve = "part of the budget kept for fragmentation, NCCL and CUDA's context, such as 6GiB (default: 10%%)"
-    parser.add_argument("--reserve", default="10%", help=reserve)
-    parser.add_argument("--batch", type=_batch, metavar="BxS", help="token ids of one micro-batch, such as 2x4096")
-    dtypes = ("bfloat16", "float16", "float32")
-    parser.add_argument("--param-dtype", choices=dtypes, default="bfloat16", help="of compute and all-gather")
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="default: %(default)s")
+    parser.add_argument(
+        "--batch", type=_batch, metavar="BxS", help="sequences x tokens of one rank's micro-batch: 1x4096"
+    )
+    parser.add_argument("--budget", metavar="BYTES", help="memory of one GPU, such as 80GiB; needs --batch")
+    reserve = "of the budget, for fragmentation, NCCL and the CUDA context, such as 6GiB (default: 10%%)"
+    parser.add_argument("--reserve", metavar="BYTES", default="10%", help=reserve)
+    dtypes, computed = ("bfloat16", "float16", "float32"), "dtype of compute and all-gather (default: %(default)s)"
+    parser.add_argument("--param-dtype", choices=dtypes, default="bfloat16", help=computed)
+    optimizer = f"whose state is counted: {', '.join(OPTIMIZERS)} (default: %(default)s)"
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", metavar="NAME", help=optimizer)
     return parser
 
 
@@ -155,11 +161,18 @@ def run(options: argparse.Namespace) -> int:
         shown = choose(measured, optimizer, budget, reserved, options.ranks_per_node)
         print(shown, end="\n\n")
     print(shown.plan, rows, sep="\n\n")
+    if options.budget:
+        given = f"mp_policy=MixedPrecisionPolicy(torch.{options.param_dtype}, torch.float32)"
+        print(f'\nIn the script: shard_model(model, memory_budget="{options.budget}", example_batch=batch, {given})')
+    else:
+        print("\nTo find a plan that fits, pass --batch 1x4096 (one rank's micro-batch) and --budget 80GiB (one GPU).")
     return 0
 
 
 def _batch(text: str) -> tuple[int, int]:
     rows, _, columns = text.lower().partition("x")
+    if not (rows.isdigit() and columns.isdigit()):
+        raise argparse.ArgumentTypeError(f"must be sequences x tokens, such as 1x4096, got {text!r}")
     return int(rows), int(columns)
 
 

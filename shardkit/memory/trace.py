@@ -309,6 +309,8 @@ def fake_copy(
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
     dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
+    cast = plan.replicated_modules()
+    dtypes |= {fqn: dtype for fqn in plan.replicated if (dtype := cast.get(fqn.rpartition(".")[0]))}
     with torch.inference_mode(False), torch.enable_grad(), real_tensors():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:

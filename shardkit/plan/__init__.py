@@ -34,7 +34,8 @@ class ShardingPlan(PlanData):
         mesh: shape and axis names of the data-parallel mesh.
         params: what is known of each parameter of the model, in the model's order.
         ignored: FQNs of the parameters that are left alone: not sharded, moved or reduced.
-        replicated: FQNs of the parameters that cannot be sharded, such as scalars and empty ones. Every rank holds them
+        replicated: FQNs of the parameters that cannot be sharded, such as scalars and empty ones, and of the modules
+            of a rule with ``replicate=True``. Every rank holds them
             on the mesh's device in their stored dtype, and their gradients are reduced over the whole mesh.
         prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one ahead.
         forward_methods: methods besides forward that gather the parameters of their module when called, by dotted
@@ -83,6 +84,21 @@ class ShardingPlan(PlanData):
         from shardkit.plan.text import python
 
         return python(self)
+
+    def to_fsdp_plan(self) -> dict[str, str]:
+        """Return the ``fsdp_plan`` of transformers' ``DistributedConfig``, which then shards the same modules.
+
+        Pure and local. What transformers does in another way is logged once: it shards modules of one unit one by one
+        (but its own ``[norm, head]``), on dim 0, and takes bf16 and offloading as flags. Rules of the model's own plan
+        that the dict does not name stay in force.
+
+        Raises:
+            PlanError: the plan has what the dict cannot say, such as parameters left out, tiles, compiled blocks or
+                policies by unit; or some layers of a list are units and others are not.
+        """
+        from shardkit.plan.fsdp_plan import fsdp_plan
+
+        return fsdp_plan(self)
 
     def __str__(self) -> str:
         from shardkit.plan.text import table

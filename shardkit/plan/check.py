@@ -26,7 +26,8 @@ def _plain_data(plan: PlanData) -> Iterator[str]:
     if isinstance(plan.prefetch, bool) or not isinstance(plan.prefetch, int) or plan.prefetch < 0:
         yield message("prefetch", f"must be a number of units, 0 or more, got {plan.prefetch!r}", "", "Use prefetch=1")
     if plan.replicated and not any(unit.params for unit in plan.units):
-        problem = f"has no parameter that can be sharded: {listing(plan.replicated, 6)} are scalars or empty"
+        names = listing(plan.replicated, 6)
+        problem = f"has no parameter that can be sharded: {names} are scalars, empty or replicated by a rule"
         yield message("model", problem, "", "Train it with DistributedDataParallel")
 
 

@@ -85,6 +85,20 @@ class PlanData:
             held += sum(spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0))) for spec in specs)
         return held
 
+    def replicated_modules(self) -> dict[str, torch.dtype]:
+        """The modules with replicated parameters alone, by the ``param_dtype`` of the unit around; without scalars."""
+        around = {fqn: unit.mp_policy.param_dtype for unit in self.units for fqn in unit.modules}
+        if not self.replicated or not any(around.values()):
+            return {}
+        replicated, found = set(self.replicated), dict[str, torch.dtype]()
+        names = [(name, spec) for spec in self.params for name in (spec.fqn, *spec.aliases)]
+        others = {outer for name, spec in names if spec.fqn not in replicated for outer in ancestors(name)}
+        for name in (name for name, spec in names if spec.fqn in replicated and spec.shards):
+            modules = ancestors(name)
+            if dtype := next(around[module] for module in modules if module in around):
+                found |= {module: dtype for module in modules if module not in others}
+        return found
+
     def trains(self, unit: ShardUnit) -> bool:
         """Whether ``unit`` owns a parameter that trains."""
         return any(spec.trainable for spec in self.specs_of(unit))

@@ -204,6 +204,25 @@ def divide_gradients(module, times):
     module.set_all_reduce_hook(divide)
 """
 
+_COMPUTE_IN = """
+def compute_in(module, dtype):
+    # With its replicated parameters cast, as fully_shard casts by mp_policy.
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def cast(*args, **kwargs):
+        owners = [(each._parameters, dict(each._parameters)) for each in module.modules()]
+        try:
+            for params, own in owners:
+                params.update({n: p.to(dtype) for n, p in own.items() if p is not None and p.is_floating_point()})
+            return forward(*args, **kwargs)
+        finally:
+            for params, own in owners:
+                params.update(own)
+
+    module.forward = cast
+"""
+
 _PREFETCH = """
 units = [model.get_submodule(name) for name in {names}]
 for index, unit in enumerate(units):
@@ -215,14 +234,15 @@ _REDUCE = """
 def reduce_replicated():
     # Call it after the last backward of each step, before clipping and optimizer.step().
     trained = [param for param in replicated if param.requires_grad]
-    used = torch.tensor([param.grad is not None for param in trained], dtype=torch.int32, device=device_type)
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in trained]
+    used = torch.tensor([float(param.grad is not None) for param in trained], device=device_type)
+    flat = torch.cat([used, *(grad.flatten() for grad in grads)])  # in float32 or wider
     for axis in range(mesh.ndim):
-        dist.all_reduce(used, group=mesh.get_group(axis))
-    for param in (param for param, ranks in zip(trained, used.tolist()) if ranks):
-        grad = torch.zeros_like(param) if param.grad is None else param.grad
-        for axis in range(mesh.ndim):
-            dist.all_reduce(grad, group=mesh.get_group(axis))
-        param.grad = grad / mesh.size()
+        dist.all_reduce(flat, group=mesh.get_group(axis))
+    used, *totals = flat.split([len(grads), *(grad.numel() for grad in grads)])
+    for param, ranks, total in zip(trained, used.tolist(), totals):
+        if ranks:
+            param.grad = (total / mesh.size()).view(param.shape).to(param.dtype)
 """
 
 
@@ -235,6 +255,8 @@ def python(plan: PlanData) -> str:
     if skipped := [unit.name for unit in plan.units if unit.may_skip]:
         where = f"each rank must call {listing(skipped, 6)} in every step, or the others wait"
         lines.append(f"# Not in this code: may_skip, which torch lacks; {where}.")
+    if cast := plan.replicated_modules():
+        lines += [f"for name, dtype in {cast}.items():", "    compute_in(model.get_submodule(name), dtype)"]
     lines += [f"tile_forward({_module(_quoted(fqn))}, {tiles})" for fqn, tiles in plan.tiles]
     lines += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
@@ -256,7 +278,8 @@ def _header(plan: PlanData) -> Iterator[str]:
     names |= {"MixedPrecisionPolicy" for unit in plan.units if unit.mp_policy != MixedPrecisionPolicy()}
     names |= {"register_fsdp_forward_method"} if plan.forward_methods else set()
     modules = sorted({policy.partition(":")[0] for policy in policies - {"selective"}})
-    standard = ["functools"] * wraps + ["itertools"] * ("selective" in policies)
+    casts = bool(plan.replicated_modules())
+    standard = ["functools"] * (wraps or casts) + ["itertools"] * ("selective" in policies)
     yield from [*(f"import {name}" for name in standard), *[""] * bool(standard)]
     yield from (f"import {name}" for name in ["torch", *modules])
     yield from ["import torch.distributed as dist"] * bool(plan.replicated)
@@ -269,6 +292,7 @@ def _header(plan: PlanData) -> Iterator[str]:
     yield from [f"from torch.utils.checkpoint import {', '.join(['checkpoint', *selective])}"] * wraps
     yield from ["", _CHECKPOINT] * bool(checkpoints)
     yield from ["", _SELECTIVE] * ("selective" in policies)
+    yield from ["", _COMPUTE_IN] * casts
     yield from ["", _TILES] * bool(plan.tiles)
     yield from ["", _DIVIDE] * any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units)
 

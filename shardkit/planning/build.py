@@ -21,7 +21,7 @@ from shardkit.plan.types import nbytes
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.repair import inseparable_dtypes
-from shardkit.planning.rules import Rule, Selection, check_settings, named_policy, only_tiles, select
+from shardkit.planning.rules import Rule, Selection, check_settings, named_policy, no_units, select
 from shardkit.planning.tree import ModelTree, assign, split_problem, unit_of_entries
 
 
@@ -72,18 +72,23 @@ def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPla
     check_settings("", vars(settings))
     left_alone = _ignored_fqns(tree, request.ignored_params or ())
     chosen = [] if rules is None else select(tree, rules)
+    apart = {each for new in chosen if new.replicates for entry in new.entries for each in tree.subtree(entry)}
+    whole = tree.unshardable.union(*(tree.owned[entry] for entry in apart))
     notes, others = list[str](), list[str]()
-    if rules is not None and not only_tiles(chosen):
-        selections = [new for new in chosen if new.tiles is None]
+    if rules is not None and not no_units(chosen):
+        selections = [new for new in chosen if new.makes_unit]
         if not any(0 in selection.entries for selection in selections):
             selections.append(Selection((0,), reshard=False))
     else:
-        selections, notes = default_units(tree, left_alone | tree.unshardable)
-        others = inseparable_dtypes(tree, selections, left_alone | tree.unshardable)
+        selections, notes = default_units(tree, left_alone | whole)
+        others = inseparable_dtypes(tree, selections, left_alone | whole)
         reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
         size = nbytes(sum(tree.params[fqn].nbytes for fqn in others))
         notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
     prefetch, methods = request.prefetch, request.forward_methods
+    # Without modules that need no gathering, such as the norm of [norm, head].
+    selections = [replace(new, entries=tuple(e for e in new.entries if not e or e not in apart)) for new in selections]
+    selections, others = [new for new in selections if new.entries], [*others, *whole]
     plan = plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, others)
     for name in ("checkpoint_activations", "compile"):
         if getattr(settings, name) and not any(getattr(unit, name) for unit in plan.units):
@@ -217,6 +222,8 @@ def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 def named_model(given: str) -> nn.Module:
     """Return the model that a command line names, on meta: of a factory, or of a transformers config; or PlanError."""
     try:
+        if given.endswith(".json") and not Path(given).exists():
+            raise FileNotFoundError(f"no such file in {Path.cwd()}")
         with torch.device("meta"):
             if Path(given).exists():
                 import transformers

@@ -1,4 +1,4 @@
-"""The default rule: blocks, the input embedding, ``[norm, head]`` and the root; ``docs/design.md`` says why.
+"""The default rule: blocks, the input embedding, ``[norm, head]`` and the root. ``docs/the-plan.md`` describes it.
 
 ``Blocks`` finds what repeats, at every depth, and where a block is cut since it is too large for one unit.
 """
@@ -10,17 +10,19 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import takewhile
 
 import torch.nn as nn
 
 from shardkit.errors import listing
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Selection
-from shardkit.planning.tree import ModelTree, is_called, unit_of_entries
+from shardkit.planning.tree import ModelTree, is_called, owners, unit_of_entries
 
-SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # elements, and of the model: smaller units join their neighbors
+SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # elements, of the model: smaller units join neighbors
 FEW_SHARE = 0.02  # of the model: what is small even so goes to the unit around, if together it is at most this
 LARGE_NUMEL, LARGE_SHARE = 1_000_000, 0.05  # a module outside of all blocks is a unit if it has both
+TABLE_SHARE = 0.01  # the same for an embedding that a dry run saw read once, so that no other module needs it
 CUT_NUMEL = 10_000_000  # elements: no smaller block is cut, since more all-gathers would save no memory worth having
 CUT_REST = 0.01  # of the model: what a cut block keeps for itself is a unit from here on, else the unit around has it
 CUT_COVER = 0.7  # of a block: the blocks inside must be as much of it; otherwise they are its branches
@@ -65,15 +67,14 @@ def _with_blocks(tree: ModelTree, selections: list[Selection], blocks: list[int]
 
 def _join_small(tree: ModelTree, blocks: Blocks) -> list[tuple[int, ...]]:
     """Return the blocks as units, where small neighbors are joined and a few that stay small are left out."""
-    small = min(SMALL_NUMEL, SMALL_SHARE * blocks.numel[0])
     units: list[tuple[int, ...]] = []
     for block in sorted(blocks.units()):
         before = units[-1] if units else ()
-        if before and blocks.size(before) < small and _follows(tree, before[-1], block):
+        if before and blocks.size(before) < blocks.small and _follows(tree, before[-1], block):
             units[-1] = (*before, block)
         else:
             units.append((block,))
-    tiny = [unit for unit in units if blocks.size(unit) < small and not blocks.is_declared(unit[0])]
+    tiny = [unit for unit in units if blocks.size(unit) < blocks.small and not blocks.is_declared(unit[0])]
     few = sum(map(blocks.size, tiny)) <= FEW_SHARE * blocks.numel[0]
     return [unit for unit in units if not (few and unit in tiny)]
 
@@ -89,7 +90,7 @@ def _find_large(tree: ModelTree, blocks: Blocks, outer: int, taken: Collection[i
     """Return the modules below an entry that are much of the model, in no unit and around none."""
     found: list[int] = []
     for entry in tree.children(outer):
-        if entry not in taken and _is_large(blocks, entry):
+        if entry not in taken and _is_large(tree, blocks, entry):
             below = _find_large(tree, blocks, entry, taken)
             around = any(each in taken for each in tree.subtree(entry)) or not is_called(tree, entry)
             cut = around or (len(below) > 1 and blocks.numel[entry] > blocks.limit)
@@ -98,28 +99,40 @@ def _find_large(tree: ModelTree, blocks: Blocks, outer: int, taken: Collection[i
 
 
 def _find_head(tree: ModelTree, outside: list[int]) -> int | None:
-    """Return the output layer: the one that the model names, else the model's last layer if it is a Linear."""
+    """Return the output layer: the one that the model names, else the one that runs last, or is last, if a Linear."""
     declared = _declared(tree, "get_output_embeddings", outside)
     if declared is not None:
         return declared
-    last = max(entry for entry, owned in enumerate(tree.owned) if owned or not entry)
+    if tree.reads:
+        last = max(owners(tree, next(reversed(tree.reads))))
+    else:
+        last = max(entry for entry, owned in enumerate(tree.owned) if owned or not entry)
     is_linear = isinstance(tree.modules[last], nn.Linear) and last in outside
     return last if is_linear and is_called(tree, last) else None
 
 
 def _find_tail(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | None) -> tuple[int, ...]:
-    """Return ``[norm, head]``, with the first norm behind the blocks; the head alone where it is tied or large."""
-    if head is None:
+    """Return ``[norm, head]``, with the norm that runs right before; the head alone where it is tied or large.
+
+    Without a dry run that is the first norm behind the blocks. Nothing where the head is small, and the model does not
+    name it.
+    """
+    is_declared = head == _declared(tree, "get_output_embeddings", outside)
+    if head is None or (blocks.numel[head] < blocks.small and not is_declared):
         return ()
-    for entry in (entry for entry in outside if (blocks.outermost or [0])[-1] < entry < head):
+    behind = [entry for entry in outside if (blocks.outermost or [0])[-1] < entry < head]
+    if tree.reads:
+        before = list(takewhile(lambda fqn: fqn not in tree.owned[head], tree.reads))
+        behind = [entry for fqn in before[-1:] for entry in owners(tree, fqn) if entry in outside]
+    for entry in behind:
         name = type(tree.modules[entry]).__name__.lower()
         is_norm = "norm" in name and "batchnorm" not in name and tree.owned[entry] and tree.ends[entry] == entry + 1
         if is_norm and is_called(tree, entry) and len(tree.trained_dtypes(entry, *tree.subtree(head))) < 2:
-            if head != _declared(tree, "get_output_embeddings", outside) and any(tree.owned[entry + 1 : head]):
+            if not tree.reads and not is_declared and any(tree.owned[entry + 1 : head]):
                 break  # the norm of another part of the model
-            return (entry, head)
+            return tuple(sorted((entry, head)))
     tied = any(fqn in tree.ties for fqn in tree.owned[head])
-    return (head,) if tied or _is_large(blocks, head) else ()
+    return (head,) if tied or _is_large(tree, blocks, head) else ()
 
 
 def _notes_of_tables(tree: ModelTree, blocks: Blocks, embedding: int | None) -> list[str]:
@@ -135,8 +148,10 @@ def _notes_of_tables(tree: ModelTree, blocks: Blocks, embedding: int | None) -> 
     ]
 
 
-def _is_large(blocks: Blocks, entry: int) -> bool:
-    return blocks.numel[entry] >= max(LARGE_NUMEL, LARGE_SHARE * blocks.numel[0])
+def _is_large(tree: ModelTree, blocks: Blocks, entry: int) -> bool:
+    is_table = isinstance(tree.modules[entry], (nn.Embedding, nn.EmbeddingBag))
+    once = is_table and all(tree.reads.get(fqn) == 1 for fqn in tree.owned[entry])
+    return blocks.numel[entry] >= max(LARGE_NUMEL, (TABLE_SHARE if once else LARGE_SHARE) * blocks.numel[0])
 
 
 def _find_input_embedding(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | None) -> int | None:
@@ -175,12 +190,14 @@ class Blocks:
         smallest: those into which the outermost can be cut, at most; what ``checkpoint_activations`` recomputes.
         limit: elements of the largest of these, at least ``CUT_NUMEL``: a larger block is cut.
         numel: elements at or below each entry of the tree; a tied parameter counts at each of its places.
+        small: elements; what has fewer is worth no all-gather of its own.
     """
 
     def __init__(self, tree: ModelTree) -> None:
         self._tree = tree
         self._declared = frozenset(getattr(tree.modules[0], "_no_split_modules", None) or ())
         self.numel, self._matrices = _totals(tree)
+        self.small = min(SMALL_NUMEL, SMALL_SHARE * self.numel[0])
         self._items = set(_items(tree, self._matrices))
         # Each module once, also where a list repeats one: ModuleList([block] * 3)
         firsts = {
@@ -284,8 +301,9 @@ def _items(tree: ModelTree, matrices: list[int]) -> Iterator[int]:
     numbered: dict[tuple[int, str], list[int]] = {}
     others = among_experts.union(containers)
     for entry, count in enumerate(matrices):
-        name = tree.fqns[entry].rpartition(".")[2] if count > 1 else ""
+        name = tree.fqns[entry].rpartition(".")[2] if count else ""
         if any(map(str.isdigit, name)) and tree.parents[entry] not in others:
             numbered.setdefault((tree.parents[entry], re.sub(r"\d+", "#", name)), []).append(entry)
     for alike in numbered.values():
-        yield from alike if len(alike) > 1 else ()
+        # Where one is a single layer, as of Inception, they are branches or plain layers.
+        yield from alike if len(alike) > 1 and all(matrices[entry] > 1 for entry in alike) else ()

@@ -27,6 +27,7 @@ class Overrides(TypedDict, total=False):
     mesh: str
     may_skip: bool
     tiles: int  # alone: the modules compute in tiles of tokens, and are units only if another rule says so
+    replicate: bool  # alone: the modules are no units, and every rank holds their parameters in full
 
 
 _SETTINGS = get_type_hints(Overrides) | {"checkpoint_activations": object}  # named_policy checks it
@@ -46,6 +47,16 @@ class Selection:
         """In how many tiles its modules compute; None for a unit."""
         return self.overrides.get("tiles")
 
+    @property
+    def replicates(self) -> bool:
+        """Whether all parameters of its modules are replicated."""
+        return bool(self.overrides.get("replicate"))
+
+    @property
+    def makes_unit(self) -> bool:
+        """Whether its modules are a unit, and not in tiles or replicated."""
+        return self.tiles is None and not self.replicates
+
 
 @dataclass(frozen=True)
 class UnitRule:
@@ -64,7 +75,9 @@ def by_class(*classes: type[nn.Module] | str, **overrides: Unpack[Overrides]) ->
 
     Args:
         classes: classes, or names of classes, where importing them is inconvenient.
-        overrides: settings for these units. ``tiles=4``, alone, makes no units: the modules compute in tiles.
+        overrides: settings for these units. Two of them make no units and stand alone: with ``tiles=4`` the modules
+            compute in tiles; with ``replicate=True`` every rank holds their parameters in full, and one all-reduce at
+            the end of backward reduces the gradients of all. If no rule makes units, the default rule does.
 
     Example:
         >>> by_class(nn.TransformerEncoderLayer, "MyBlock", reshard_after_forward=False).text
@@ -90,7 +103,8 @@ def by_name(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
         globs: ``*`` and ``?`` stay within one component, ``**`` crosses dots: ``"layers.*"`` is ``layers.0`` but
             not ``layers.0.mlp``. ``""`` is the root.
         overrides: settings for these units. ``mesh="efsdp"`` shards them on that axis of the mesh alone: experts that
-            the model has split, as DTensors, over the axes after it. ``tiles=4`` as for ``by_class``.
+            the model has split, as DTensors, over the axes after it. ``tiles=4`` and ``replicate=True`` as for
+            ``by_class``.
     """
     patterns = [_compile_glob(glob) for glob in globs]
 
@@ -176,13 +190,24 @@ def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
     return selections
 
 
-def only_tiles(selections: list[Selection]) -> bool:
-    """Return whether rules selected tiles and no units, so that the default rule makes the units."""
-    return bool(selections) and all(new.tiles is not None for new in selections)
+def no_units(selections: list[Selection]) -> bool:
+    """Return whether rules selected tiles or replicated modules alone, so that the default rule makes the units."""
+    return bool(selections) and not any(new.makes_unit for new in selections)
 
 
 def _check_selection(tree: ModelTree, text: str, new: Selection) -> None:
     check_settings(text, new.overrides)
+    if new.replicates:
+        if len(new.overrides) > 1:
+            others = listing(sorted(new.overrides.keys() - {"replicate"}))
+            rule = "Replicated modules are not units: nothing is gathered, and they compute as the unit around them"
+            raise PlanError(message(text, f"has replicate=True with {others}", rule, "Leave out the other settings"))
+        below = {fqn for entry in new.entries for each in tree.subtree(entry) for fqn in tree.owned[each]}
+        if split := [fqn for fqn in sorted(below) if tree.specs[fqn].tensor_parallel]:
+            rule = "Only parameters that every rank holds in full can be replicated"
+            fix = "Leave its module out of the rule with replicate=True"
+            raise PlanError(message(listing(split, 6), f"is a DTensor, and {text} matches it", rule, fix))
+        return
     for entry in (entry for entry in new.entries if not has_forward(tree.modules[entry])):
         name, problem = tree.fqns[entry], f"is a {type(tree.modules[entry]).__name__} without forward"
         rule = "A unit is gathered when its module is called, and a module without forward is never called"

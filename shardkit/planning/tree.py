@@ -34,6 +34,7 @@ class ModelTree:
         names: the first FQN of each parameter, by its ``id``.
         ties: the further FQNs of each tied parameter, by its first FQN.
         uncalled: the entries that a dry run saw used without being called; empty without one.
+        reads: how often a dry run saw operators read each parameter, those read last at the end; empty without one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,6 +52,7 @@ class ModelTree:
         self.names: dict[int, str] = {}
         self.ties: dict[str, list[str]] = {}
         self.uncalled: set[int] = set()
+        self.reads: dict[str, int] = {}
         self._walk("", model, -1, {})
 
     def _walk(self, fqn: str, module: nn.Module, parent: int, seen: dict[int, int]) -> None:

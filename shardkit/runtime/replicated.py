@@ -1,14 +1,16 @@
-"""Parameters that FSDP2 cannot shard: replicated on every rank, with gradients all-reduced at the end of backward.
+"""Parameters whole on every rank, whose gradients are all-reduced at the end of backward.
 
-FSDP2 splits parameters along a dim, so it takes neither scalars nor empty ones. They are passed to ``fully_shard`` as
-ignored, and their gradients are reduced here. Works on any FSDP2 model; knows no plan.
+FSDP2 splits parameters along a dim, so it takes neither scalars nor empty ones; others are small, or a rule says so.
+They are passed to ``fully_shard`` as ignored, and their gradients are reduced here. Works on any FSDP2 model; knows no
+plan.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -54,6 +56,24 @@ def replicate(model: nn.Module, fqns: Iterable[str], mesh: DeviceMesh) -> None:
     units[0].finalize_backward = _Reduction(params, mesh, units[0].finalize_backward)
 
 
+def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let a module compute with its replicated parameters cast to ``dtype``, as those of units are. In place."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        owners: Any = [(each._parameters, dict(each._parameters)) for each in module.modules()]
+        try:
+            for params, own in owners:
+                params.update({n: p.to(dtype) for n, p in own.items() if p is not None and p.is_floating_point()})
+            return forward(*args, **kwargs)
+        finally:
+            for params, own in owners:
+                params.update(own)
+
+    module.forward = cast
+
+
 def replicated_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of the model that :func:`replicate` keeps. Local, pure."""
     found = set()
@@ -70,7 +90,7 @@ def unreduced_problem(model: nn.Module) -> str | None:
     meshes = {unit.mesh_info.mesh for unit in fsdp_units(model)}
     if all(mesh.size() == 1 for mesh in meshes):
         return None
-    groups = cache(_groups)  # most parameters have one mesh
+    groups = functools.cache(_groups)  # most parameters have one mesh
     reduced = {ranks for mesh in meshes for ranks in groups(mesh)}
     replicated = replicated_parameters(model)
     found = [
@@ -111,7 +131,7 @@ class _Replicated:
 
     @property
     def param(self) -> nn.Parameter:
-        return self.module.get_parameter(self.name)
+        return self.module._parameters[self.name]  # type: ignore[return-value]
 
     def watch(self) -> None:
         """Keep reduced gradients apart in later backwards. The gradient of a new parameter is this rank's own."""

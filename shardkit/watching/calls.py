@@ -115,7 +115,7 @@ def compose(seen: Mapping[int, Seen], difference: Difference | None) -> str:
     elif not problems:
         problems.append(f"no rank has made a call for {idle:.0f} s; until then all made the same calls")
     rule = "Every rank must make the same calls in the same order, with the same arguments"
-    fix = "Compare the code lines of the ranks below; docs/when-ranks-disagree.md lists usual causes"
+    fix = "Compare the code lines of the ranks below; docs/troubleshooting.md lists usual causes"
     rows = _grouped(seen, lambda rank: _row(seen[rank], calls.get(rank), difference.number if difference else 0))
     return "\n".join([message("watch:", "; ".join(problems), rule, fix), *(f"- {named(r)}: {row}" for row, r in rows)])
 

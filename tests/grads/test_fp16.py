@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from shardkit import by_name, shard_model
 from shardkit.errors import ShardkitError
 from shardkit.grads import GradScaler, accumulate, clip_grad_norm_
 from shardkit.optim import step_on_local_shards
@@ -102,10 +103,16 @@ def test_a_rank_without_gradients_joins():
     assert (counted.all_reduces, scaler.get_scale()) == (1, 2.0)
 
 
+@pytest.mark.parametrize("shape", [None, (4,), (2, 2)])
 @distributed(world_size=4, backend="gloo")
-def test_training_in_fp16_finds_its_scale_and_the_gradients_of_float32():
+def test_training_in_fp16_finds_its_scale_and_the_gradients_of_float32(shape):
     """Integers: what fits into fp16 is exact there, and the scale is a power of two, so not a bit may differ."""
-    net, plain = shard(integer_net(), mp_policy=FP16), integer_net()
+    net, plain = integer_net(), integer_net()
+    if shape is None:
+        shard(net, mp_policy=FP16)
+    else:
+        rule = by_name("blocks.*", "narrow", "frozen", replicate=True)
+        shard_model(net, mesh=mesh_of(shape), units=rule, mp_policy=FP16)
     optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-6)
     reference = torch.optim.SGD(plain.parameters(), lr=2.0**-6)
     scaler, skipped = GradScaler("cpu", init_scale=2.0**13), 0
@@ -125,7 +132,8 @@ def test_training_in_fp16_finds_its_scale_and_the_gradients_of_float32():
         scaler.update()
         optimizer.zero_grad()
         for name, param in net.named_parameters():
-            assert torch.equal(param.full_tensor(), plain.get_parameter(name)), name
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            assert torch.equal(whole, plain.get_parameter(name)), name
         if finite:
             break
     assert finite

@@ -108,9 +108,10 @@ def _cast_copy(entry: Entry, plan: ShardingPlan) -> nn.Module:
 
     torch.manual_seed(0)
     model = entry.build()
+    cast = plan.replicated_modules()
     for unit in plan.units:
         dtype = unit.mp_policy.param_dtype
-        for fqn in unit.params:
+        for fqn in (*unit.params, *(each for each in plan.replicated if each.rpartition(".")[0] in cast)):
             param = model.get_parameter(fqn)
             param.data = param.data.to(dtype)
         for fqn in unit.modules:

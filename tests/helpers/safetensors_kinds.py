@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit.checkpoint.asynchronous import on_each, ranks_of, world
+from shardkit.checkpoint.asynchronous import ranks_of, sums_on_each, world
 from shardkit.checkpoint.format import DTYPES, File
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, check_written, laid_out, write_own
 from shardkit.shards import local_part
@@ -117,6 +117,5 @@ def assert_holds(tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], max_shard_size: int = MAX_SHARD_SIZE) -> list[File]:
     """Write ``model.safetensors`` from all ranks, each its own bytes, as save_checkpoint does."""
     layout, groups = laid_out(tensors, "model", max_shard_size), world()
-    reports = on_each(lambda: write_own(directory, layout, ranks_of(groups)), groups)
-    check_written({name: tensor.numel() for name, tensor in layout.tensors.items()}, reports.values())
+    check_written(layout, sums_on_each(lambda: write_own(directory, layout, ranks_of(groups)), layout.numbers, groups))
     return layout.files

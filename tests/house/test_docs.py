@@ -10,7 +10,7 @@ import importlib
 import io
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -131,17 +131,10 @@ def test_the_commands_of_the_pages_exist():
     assert unknown_commands("\n".join(page.read_text() for page in PAGES)) == set()
 
 
-def unlisted(pages: Iterable[str], index: str, site: str) -> set[str]:
-    """The pages to which the index has no link, or which the site's navigation lacks."""
-    linked = set(re.findall(r"\]\(([\w/-]+\.md)", index))
-    return set(pages) - (linked & set(re.findall(r"^ +- ([\w/-]+\.md)$", site, re.MULTILINE)))
-
-
-def test_every_page_is_in_the_index_and_in_the_sites_navigation():
+def test_every_page_is_in_the_navigation_of_the_site_once():
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
-    assert len(pages) > 15
-    index, site = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
-    assert unlisted(pages, index, site) == {"index.md"}
+    listed = re.findall(r"^ +- (?:\w+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted([*pages, "changelog.md", "contributing.md"])
 
 
 def anchors(text: str) -> set[str]:

@@ -105,7 +105,7 @@ def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
     ("page", "outputs"),
     [
         ("README.md", 1),
-        ("docs/the-plan.md", 6),
+        ("docs/the-plan.md", 5),
         ("docs/migrating-from-fsdp1.md", 3),
     ],
 )

@@ -195,7 +195,7 @@ def test_what_is_reserved_is_not_used():
     assert (choice.budget, choice.reserved) == (500_000, 100_000)
     assert choice.plan == plan_for_budget(model, 400_000, reserve=0, **batch).plan
     assert choice.peak.total <= 400_000 < whole.peak.total
-    assert str(choice).startswith("fits 488.3 KiB less 97.7 KiB reserved: ")
+    assert str(choice).startswith("fits in 390.6 KiB (488.3 KiB less 97.7 KiB reserved): ")
 
 
 @distributed(world_size=2)

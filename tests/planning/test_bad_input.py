@@ -47,7 +47,14 @@ EIGHT = MeshSpec.sharded(8)
         ),
         (42, ["units must be by_class", "got 42"]),
         (group("layers.0", "layers.0.norm"), ["group('layers.0', 'layers.0.norm')", "inside another one of the same"]),
+        (
+            by_class(nn.LayerNorm, replicate=True, compile=True),
+            ["by_class(LayerNorm) has replicate=True with compile."],
+        ),
+        (by_name("norm", replicate=1), ["replicate of by_name('norm') must be a bool, got 1"]),
+        (by_name("", replicate=True), ["no parameter that can be sharded: embed.weight", "replicated by a rule"]),
         # Two rules that claim one module.
+        ([nn.LayerNorm, by_name("norm", replicate=True)], ["by_name('norm')", "norm (by by_class(LayerNorm))"]),
         (
             [group("layers.0", "layers.1"), group("layers.1", "layers.2")],
             ["layers.1 (by group('layers.0', 'layers.1'))"],
@@ -96,7 +103,7 @@ def test_what_cannot_be_sharded_is_replicated_but_not_alone() -> None:
 def test_settings_that_do_not_fit() -> None:
     model = Decoder()
     for setting in ("mp_policy", "offload_policy", "checkpoint_activations", "compile"):
-        with refused(model, f"{setting} must be a ", "got 'yes'"):
+        with refused(model, f"{setting} must be ", "got 'yes'"):
             plan_model(model, mesh=EIGHT, **{setting: "yes"})
     for ranks in (3, 16, 0, -2):
         asked = f"has reshard_after_forward={ranks}"
@@ -153,6 +160,8 @@ def test_parameters_that_are_dtensors_already() -> None:
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh["tp"], [Shard(0)]))
         with refused(model, "[norm, head] has reshard_after_forward=2 with tensor-parallel parameters"):
             shard_model(model, mesh=mesh["dp"], reshard_after_forward=2)
+        with refused(model, "head.weight is a DTensor, and by_name('head') matches it."):
+            shard_model(model, mesh=mesh["dp"], units=by_name("head", replicate=True))
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
         model.head.weight = nn.Parameter(distribute_tensor(Decoder().head.weight.detach(), mesh, [Shard(0)]))
         with refused(model, "head.weight is a DTensor already", 'mesh=world_mesh["dp"]'):

@@ -81,6 +81,11 @@ def stage(number: int) -> nn.Module:
         (lambda: Model(layers=nn.ModuleList([routed(), routed()])), ["layers.0", "layers.1", "(root)"]),
         (routed, ["(root)"]),
         (lambda: Model(experts=nn.ModuleList(Model(layers=blocks()) for _ in range(2))), ["(root)"]),
+        # A head that is worth no all-gather.
+        (
+            lambda: Model(layers=blocks(4), norm=nn.LayerNorm(8), head=nn.Linear(8, 1)),
+            [*(f"layers.{number}" for number in range(4)), "(root)"],
+        ),
         # The root may use an embedding without calling it where no head has its shape.
         (lambda: Model(embed=nn.Embedding(11, 8), layers=blocks()), ["layers.0", "layers.1", "(root)"]),
         (lambda: Model(embed=nn.Embedding(11, 8), head=nn.Linear(8, 11)), ["embed", "(root)"]),
@@ -132,6 +137,18 @@ def test_a_block_is_cut_where_it_is_larger_than_the_largest_that_cannot_be_cut()
     assert recomputed == {name: (name,) for name in inside}
     assert "yes, 2 blocks inside" in str(plan)
     assert 'for module in [model.get_submodule("stage1.blocks.0"), model' in plan.to_python()
+
+
+def branches() -> nn.Module:
+    """An Inception's: they take the same input, so one after the other saves less than all at once."""
+    return Model(
+        branch1=nn.Linear(8, 8), **{f"branch{n}": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for n in (2, 3)}
+    )
+
+
+def test_branches_are_checkpointed_together() -> None:
+    plan = plan_model(Model(inception1=branches(), inception2=branches()), mesh=EIGHT, checkpoint_activations=True)
+    assert [unit.blocks for unit in plan.units] == [("inception1",), ("inception2",), ()]
 
 
 def test_checkpointing_that_reaches_no_block_is_an_error() -> None:
@@ -212,6 +229,32 @@ def test_an_example_batch_gives_the_order_of_units() -> None:
     assert order(example_batch=torch.ones(2, 8)) == ["(root)", "down.0", "mid", "up.0"]
     seen, unseen = (plan_model(MidLast(), mesh=EIGHT, example_batch=batch) for batch in (torch.ones(2, 8), None))
     assert "+ order: ('(root)', 'down.0', 'mid', 'up.0')" in unseen.diff(seen).replace("[", "(").replace("]", ")")
+
+
+class Unordered(nn.Module):
+    """Registers its norm and head first, and last the layer behind its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm, self.table = nn.Linear(1024, 512), nn.LayerNorm(1024), nn.Embedding(1100, 1024)
+        self.layers = nn.ModuleList(Block(1024) for _ in range(8))
+        self.first = nn.Linear(1024, 1024)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(self.table(ids))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def test_an_example_batch_shows_the_head_its_norm_and_tables_that_are_read_once() -> None:
+    with torch.device("meta"):
+        model, ids = Unordered(), torch.zeros(1, 2, dtype=torch.long)
+    layers = [f"layers.{number}" for number in range(8)]
+    assert names(model) == [*layers, "(root)"]
+    plan = plan_model(model, mesh=EIGHT, example_batch=ids)
+    assert [unit.name for unit in plan.units] == ["[head, norm]", "table", *layers, "(root)"]
+    assert plan.units[0].reshard_after_forward is False
 
 
 def test_tables_that_are_most_of_a_model_have_a_note() -> None:

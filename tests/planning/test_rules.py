@@ -4,7 +4,7 @@ import pytest
 import torch.nn as nn
 from small_models import Block, Decoder
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, by_class, by_name, by_size, group, plan_model
+from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, by_class, by_name, by_size, group, plan_model
 from shardkit.planning.rules import Rule
 
 EIGHT = MeshSpec.sharded(8)
@@ -70,6 +70,24 @@ def test_the_first_rule_that_matches_wins() -> None:
     assert [unit.reshard_after_forward for unit in plan.units] == [4, False, 4, True]
     root = plan_model(Decoder(), units=[Block, by_name("", reshard_after_forward=True)], mesh=EIGHT).units[-1]
     assert (root.modules, root.reshard_after_forward) == (("",), True)
+
+
+def test_replicated_modules_leave_the_default_units_or_those_of_other_rules() -> None:
+    default, rule = plan_model(Decoder(layers=1), mesh=EIGHT), by_class(nn.LayerNorm, replicate=True)
+    plan = plan_model(Decoder(layers=1), mesh=EIGHT, units=rule)
+    assert [unit.name for unit in default.units] == ["embed", "layers.0", "[norm, head]", "(root)"]
+    assert [unit.name for unit in plan.units] == ["embed", "layers.0", "head", "(root)"]
+    assert plan.replicated == ("layers.0.norm.weight", "layers.0.norm.bias", "norm.weight", "norm.bias")
+    assert plan.held_bytes() == default.held_bytes() + 4 * 8 * 4 * 7 // 8
+    assert ShardingPlan.from_dict(plan.to_dict()) == plan
+    assert "+ replicated: ['layers.0.norm.weight', " in default.diff(plan)
+    units = ["layers.0", "layers.0.norm", "norm", "embed"]
+    sharded, plan = (plan_model(Decoder(layers=1), mesh=EIGHT, units=rules) for rules in (units, [rule, *units[:1]]))
+    assert [unit.name for unit in plan.units] == ["layers.0", "(root)"]
+    assert plan.units[0] in sharded.units
+    counts, others = plan.collectives(3), sharded.collectives(3)
+    assert (counts.all_gathers, others.all_gathers) == (7, 25)
+    assert (counts.all_reduces, others.all_reduces) == (1, 0)
 
 
 def test_inner_units_come_before_outer_ones() -> None:

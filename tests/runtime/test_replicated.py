@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import parity
 import pytest
 import torch
 import torch.distributed as dist
 from meshes import mesh_of
+from small_models import Decoder
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from shardkit import MeshSpec, ShardingPlan, ShardkitError, init_on_meta, materialize, plan_model, shard_model
-from shardkit.grads import accumulate, reset_after_error
+from shardkit import (
+    MeshSpec,
+    ShardingPlan,
+    ShardkitError,
+    by_class,
+    init_on_meta,
+    load_checkpoint,
+    materialize,
+    plan_model,
+    save_checkpoint,
+    shard_model,
+)
+from shardkit.grads import accumulate, clip_grad_norm_, reset_after_error
 from shardkit.grads.scale import set_gradient_reduction
 from shardkit.optim import check_optimizer
 from shardkit.state import full_state_dict, load_full_state_dict, sharded_state_dict
@@ -56,9 +70,20 @@ class Net(nn.Module):
         return self(x)
 
 
-def net() -> Net:
+NORMS = by_class(nn.LayerNorm, replicate=True)
+
+
+def agreed(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    return Net()
+    return build()
+
+
+def net() -> Net:
+    return agreed(Net)
+
+
+def tokens(seed: int) -> Tensor:
+    return (torch.arange(6) + seed).view(2, 3) % 11
 
 
 def batch(seed: int) -> Tensor:
@@ -193,15 +218,19 @@ def test_ranks_that_use_different_ones_and_errors() -> None:
         assert_same(grads(model), both([0, 1], 2))
 
 
-@pytest.mark.parametrize("name", ["scalar", "clip"])
+@pytest.mark.parametrize("name", ["scalar", "clip", "llama"])
 @distributed(world_size=4, backend="gloo")
 def test_on_two_axes_bit_for_bit(name: str) -> None:
+    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if name == "llama":
+        options = {"mp_policy": bfloat16, "optimizer": "adamw on local shards", "steps": 2}
+        parity.one_counts(name, mesh=(2, 2), units=by_class("LlamaRMSNorm", replicate=True), **options)
+        return
     # AdamW steps on DTensors and plain scalars together in one; the other one's many DTensors would take seconds.
     parity.one_counts(name, mesh=(2, 2), steps=3, optimizer="adamw" if name == "scalar" else "adamw on local shards")
     if name == "clip":  # the rest takes seconds, and is about the small model's scalars
         return
     parity.one_counts(name, mesh=(4, 1), steps=2, optimizer="sgd")
-    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     parity.one_counts(name, mesh=(2, 2), steps=2, mp_policy=bfloat16, optimizer="adamw on local shards")
 
 
@@ -242,6 +271,33 @@ def test_meta_and_state() -> None:
         assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
+@distributed(world_size=4, backend="gloo")
+def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) -> None:
+    rank, models = dist.get_rank(), {}
+    for name, units in {"sharded": None, "replicated": NORMS}.items():
+        models[name] = shard_model(agreed(Decoder), mesh=mesh_of((2, 2)), units=units)
+        optimizer = torch.optim.AdamW(models[name].parameters(), lr=0.1)
+        for micro in range(2):
+            with accumulate(models[name], last=micro == 1):
+                models[name](tokens(4 * micro + rank)).square().mean().backward()
+        norm = clip_grad_norm_(models[name], 0.5)
+        optimizer.step()
+        save_checkpoint(tmp_path / name, models[name], optimizer)
+        found = full_state_dict(models[name], rank0_only=False)
+        models[name] = (models[name], optimizer, norm, found)
+    (_, _, norm, whole), (_, _, other_norm, other) = models["sharded"], models["replicated"]
+    torch.testing.assert_close(other_norm, norm, rtol=1e-6, atol=0)
+    for name, value in whole.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
+    for into, source in (("sharded", "replicated"), ("replicated", "sharded")):
+        model, optimizer, _, _ = models[into]
+        load_checkpoint(tmp_path / source, model, optimizer)
+        expected = models[source][3]
+        assert all(
+            torch.equal(value, expected[name]) for name, value in full_state_dict(model, rank0_only=False).items()
+        )
+
+
 @distributed(world_size=2, backend="gloo")
 def test_the_torch_code_does_the_same() -> None:
     rank = dist.get_rank()
@@ -256,6 +312,15 @@ def test_the_torch_code_does_the_same() -> None:
     found, expected = grads(by_hand), grads(model)
     assert_same(found, expected)
     assert all(torch.equal(found[name], grad) for name, grad in expected.items() if grad is not None)
+
+    options = {"mesh": mesh_of((2,)), "units": NORMS, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    plan, by_hand, model = plan_model(Decoder(), **options), *(agreed(Decoder) for _ in range(2))
+    exec(plan.to_python(), scope := {"model": by_hand})
+    for each in (shard_model(model, **options), by_hand):
+        each(tokens(rank)).square().mean().backward()
+    scope["reduce_replicated"]()
+    found, expected = grads(by_hand), grads(model)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
 @distributed(world_size=2)

@@ -36,7 +36,7 @@ def test_a_disagreement_is_named(kind, tmp_path):
 def test_a_script_is_watched_without_changes(tmp_path):
     outcome = disagreements.run("skips a unit", tmp_path, how="script", mesh=(2, 2))
     assert disagreements.is_named("skips a unit", outcome.report), outcome.output
-    shown = (Path(__file__).parents[2] / "docs" / "when-ranks-disagree.md").read_text()
+    shown = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     assert re.sub(r"\d+", "N", outcome.report.splitlines()[0]) in re.sub(r"\d+", "N", shown)
 
 

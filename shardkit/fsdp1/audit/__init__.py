@@ -25,9 +25,8 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages"}  # and hidden ones
 # A file without any of these uses no FSDP1 that could be found, so it is not parsed.
 _WORDS = re.compile(rb"fsdp|FSDP|FullyShard|flat_param|_all_handles|summon_full|optim_state_dict|clip_grad_norm_\(")
 _UNSEEN = """
-Change what concerns optimizers first: one built before sharding updates tensors that the model no longer uses.
-Not found: names built at run time, and methods of models that are wrapped in another file, unless only FSDP1 has the
-method. Likely: found by the name of a variable or method alone, so check that it is FSDP1's."""
+Move optimizers first: one built before sharding has no effect. The audit does not find names built at run time, nor
+methods of models that another file wraps, unless only FSDP1 has the method. "likely": only a name suggests FSDP1."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,10 @@ _SIGNS = {  # keys that only one tool has; transformers' come last, since axolot
     "roll": "strategy_args strategy_config strategy_name fsdp_size wrap_policy",
     "transformers": "per_device_train_batch_size num_train_epochs fsdp",
 }
-_WHOLE = "The root is the only unit, so the whole model is gathered at once, which is rarely intended."
+_WHOLE = (
+    "The root is the only unit, so the whole model is gathered at once, which is rarely intended. Name the classes "
+    "of its blocks in a wrap policy, or call shard_model(model), which makes a unit of each block."
+)
 
 
 def from_config(

@@ -148,7 +148,7 @@ def _mesh(section: Reader, ranks: Ranks, strategy: ShardingStrategy) -> MeshSpec
             return resolve_strategy(strategy, ranks.world_size, ranks.per_node).mesh
         if strategy not in (FULL_SHARD, SHARD_GRAD_OP):
             problem = f"needs a known number of ranks for {strategy.name.lstrip('_')}"
-            raise TranslationError(message("sharding_strategy", problem, "", "Pass --world 16, or world_size=16"))
+            raise TranslationError(message("sharding_strategy", problem, "", "Pass world_size=16"))
     except TranslationError as error:
         section.problems.append(str(error))
     return None
@@ -248,7 +248,8 @@ def _answer(axis: str, size: int, mesh: MeshSpec | None) -> str:
 # --- A whole file -----------------------------------------------------------------------------------------------------
 
 _TYPES = {"FSDP": "mapped: As fsdp_config says."}
-_TYPES |= dict.fromkeys(("DEEPSPEED", "TP", "XLA", "TPU", "MEGATRON_LM"), "refused: {} is not FSDP.")
+_TYPES |= dict.fromkeys(("TP", "XLA", "TPU", "MEGATRON_LM"), "refused: {} is not FSDP.")
+_TYPES["DEEPSPEED"] = "refused: It is not FSDP. ZeRO stage 3 is shard_model's default, 2 reshard_after_forward=False."
 _TYPES |= dict.fromkeys(
     ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA"),
     "noted: With {} accelerate ignores fsdp_config. It is translated here as for FSDP.",

@@ -117,7 +117,7 @@ def _mesh(section: Reader, world: int | None, sequence: int) -> MeshSpec | None:
     size = -1 if section.raw("fsdp_size") == -1 else section.get("fsdp_size", NUMBER, 1)
     if size > 1 and (world is None or size < world):
         if world is None:
-            section.problem("fsdp_size", "needs a known number of ranks", "Give device_mapping, or --world 16")
+            section.problem("fsdp_size", "needs a known number of ranks", "Give device_mapping, or pass world_size=16")
         elif world % size:
             section.problem("fsdp_size", f"{size} does not divide {world} ranks", "Use a divisor")
         else:

@@ -122,7 +122,7 @@ def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Rank
     """Return the translation of a configuration for the whole model, with the notes on its keys; pure and local."""
     if target.mesh is None:
         problem = "is given neither by the configuration nor by an argument"
-        raise TranslationError(message("the number of ranks", problem, "", "Pass --world 8, or world_size=8"))
+        raise TranslationError(message("the number of ranks", problem, "", "Pass world_size=8"))
     if target.strategy is None:
         return Translation(_plan(target, model), notes)
     # Through FSDP1's own arguments, so that units, dtypes and buffers are as in FSDP1.
@@ -297,7 +297,7 @@ def _differences(target: Target, model: nn.Module | None) -> Iterator[tuple[bool
     yield target.sync_module_states and not target.rank0_loads, "noted", "sync_module_states", alike
     dtypes = f"parameters in {precision.param}, gradients in {precision.reduce}"
     mixed = precision.reduce not in (precision.param, None) or precision.param not in _DTYPES
-    yield mixed, "refused", dtypes, "accelerate's file has one mixed_precision for both."
+    yield mixed, "refused", dtypes, "accelerate's file has one mixed_precision for both. Use --to torch."
     inputs, casts = "vision blocks take inputs as they are", "accelerate casts the inputs of every unit."
     matters = model is not None and any(_towers_of(model))
     yield not target.vision_casts and (model is None or matters), "refused" if matters else "noted", inputs, casts

@@ -93,7 +93,7 @@ def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int 
         ranks_per_node = int(launched)
     if ranks_per_node is None:
         problem = f"{strategy.name} shards within a node, and the number of ranks per node is unknown"
-        fix = "Pass ranks_per_node=8, a device_mesh or the pair of process groups, or start with torchrun"
+        fix = "Pass ranks_per_node=8, or start with torchrun"
         raise _error("sharding_strategy", problem, fix)
     check_ranks("ranks_per_node", ranks_per_node)
     if world_size % ranks_per_node:

@@ -122,7 +122,7 @@ def test_a_hybrid_strategy_needs_the_ranks_of_a_node():
     with pytest.raises(TranslationError, match="ranks_per_node"):
         read(config, 16)
     assert read(config, 16, 4).target.mesh == MeshSpec.hybrid(4, 4)
-    with pytest.raises(TranslationError, match=r"needs a known number of ranks for HYBRID_SHARD\. Pass --world 16"):
+    with pytest.raises(TranslationError, match=r"needs a known number of ranks for HYBRID_SHARD\. Pass world_size=16"):
         read(config)
 
 
@@ -179,7 +179,7 @@ def test_a_file_that_holds_no_keys_is_an_error(name, text, said, tmp_path):
 
 
 def test_a_plan_needs_the_ranks_and_classes_that_are_there():
-    with pytest.raises(TranslationError, match=r"the number of ranks is given neither by.*Pass --world 8"):
+    with pytest.raises(TranslationError, match=r"the number of ranks is given neither by.*Pass world_size=8"):
         from_config({"fsdp": "full_shard", "fsdp_config": {}}, Decoder())
     config = accelerate(auto_wrap_policy=1, transformer_layer_cls_to_wrap="LlamaDecoderLayer")
     with pytest.raises(

@@ -1,0 +1,218 @@
+"""What shardkit adds on one rank of thousands: seconds, and messages and bytes beside the data, of each of its calls.
+
+Run: ``python -m benchmarks.many_ranks [--ranks 64 1024 4096 16384] [--models "Llama 405B" DeepSeek-V3]``;
+``--write`` puts the table into ``benchmarks/results/``. Needs transformers.
+
+One process acts as rank 0 of a fake world, the rank that does most, on a meta model of full size. Collectives return
+at once, so seconds are what the rank computes and waits for no network; bytes are what its collectives leave on it, so
+a gather counts with the parts of all ranks. Of ``shard_model`` the time inside ``fully_shard`` and ``init_device_mesh``
+is torch's and listed apart. Saves and loads plan, open, lay out and check as always, with AdamW's state in float32 and
+random generators that differ between ranks; only the bytes of tensors are neither written, read nor summed, and files
+are sparse and not flushed. Gradients are None. Of ``watch`` it is one poll in its thread, when every rank has made more
+calls than are published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.scale.published import on_meta
+from benchmarks.scale.tables import MODELS
+from shardkit import clip_grad_norm_, load_checkpoint, save_checkpoint, shard_model
+from shardkit.apply import mesh, shard
+from shardkit.checkpoint import chunks, format, native, save, write
+from shardkit.errors import CheckpointError
+from shardkit.shards import as_sharded
+from shardkit.testing import fake_world
+
+watching: Any = importlib.import_module("shardkit.watching.watch")  # the package has a function of that name
+RANKS = (64, 1024, 4096, 16384)
+RESULTS = Path(__file__).parent / "results" / "many_ranks_202611.md"
+
+
+@dataclass
+class Cost:
+    """Of one call on this rank."""
+
+    seconds: float = 0.0
+    torchs: float = 0.0  # seconds of torch's own calls, on top
+    messages: int = 0
+    bytes: int = 0
+
+
+@contextmanager
+def measured() -> Iterator[Cost]:
+    """Fill a cost with what the body takes."""
+    cost = Cost()
+
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            cost.messages += 1
+            cost.bytes += sum(each.nbytes for each in (args[0] if isinstance(args[0], list) else [args[0]]))
+            return call(*args, **kwargs)
+
+        return counted
+
+    def apart(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                cost.torchs += time.perf_counter() - start
+
+        return timed
+
+    with ExitStack() as stack:
+        for name in ("all_reduce", "all_gather", "broadcast"):
+            stack.enter_context(patch.object(dist, name, counting(getattr(dist, name))))
+        stack.enter_context(patch.object(shard, "fully_shard", apart(shard.fully_shard)))
+        stack.enter_context(patch.object(mesh, "init_device_mesh", apart(mesh.init_device_mesh)))
+        gc.collect()
+        start = time.perf_counter()
+        yield cost
+        cost.seconds = time.perf_counter() - start - cost.torchs
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """No bytes of tensors are written, read or summed; headers are."""
+
+    def write_header(descriptor: int, data: memoryview, start: int) -> None:
+        if start == 0:
+            chunks.write_all(descriptor, data, start)
+
+    def read_header(descriptor: int, data: memoryview, start: int) -> None:
+        if start <= format.LENGTH:
+            chunks.read_all(descriptor, data, start)
+
+    def check_counts(*args: Any) -> None:
+        with suppress(CheckpointError):  # the other ranks wrote nothing
+            _check_counts(*args)
+
+    def differ(values: Any, groups: Any) -> list[bool]:
+        return [False for _ in _each_equal(values, groups)]
+
+    _check_counts, _each_equal = write.check_counts, save.each_equal
+    nothing: list[tuple[Any, str, Any]] = [
+        *((module, "read_all", read_header) for module in (format, native)),
+        *((module, "flush_files", lambda *_: None) for module in (write, save)),
+        (write, "part_sum", lambda *_: 0),
+        (native, "word_sum", lambda *_: 0),
+        (write, "write_all", write_header),
+        (write, "check_counts", check_counts),
+        (save, "each_equal", differ),
+    ]
+    with ExitStack() as stack:
+        for each in nothing:
+            stack.enter_context(patch.object(*each))
+        yield
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as after a step, in memory that nobody touches."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        moments = {name: as_sharded(torch.empty_like(param.to_local()), param) for name in ("exp_avg", "exp_avg_sq")}  # type: ignore[attr-defined, arg-type]
+        optimizer.state[param] = {"step": torch.tensor(1.0), **moments}
+    return optimizer
+
+
+def polled(model: nn.Module, ranks: int, rank: int) -> tuple[Cost, float]:
+    """One poll of a watch, of which every rank made the same calls; and the seconds between polls."""
+    cost, held = Cost(), dict[str, bytes]()
+
+    class Store:
+        def set(self, key: str, value: str) -> None:
+            held[key] = value.encode()
+            cost.messages, cost.bytes = cost.messages + 1, cost.bytes + len(value)
+
+        def get(self, key: str) -> bytes:
+            cost.messages, cost.bytes = cost.messages + 1, cost.bytes + len(held[key])
+            return held[key]
+
+        def check(self, keys: list[str]) -> bool:
+            cost.messages += 1
+            return keys[0] in held
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(watching, "store_of_its_own", lambda *_: Store()))
+        stack.enter_context(patch.object(watching._Watch, "_run", lambda _: None))
+        stack.enter_context(patch.object(dist, "get_rank", lambda *_: rank))
+        found = watching._Watch([model], list(range(ranks)), 30.0, end=False, asks=False)
+        for number in range(2 * watching.TAIL):
+            found._add(f"all-gather of model.layers.{number % 400}", f"train.py:{number % 2}: loss = model(ids)")
+        found._poll()
+        for key in [key for key in held if key.partition(" ")[0] == str(rank)]:
+            held |= {f"{other}{key.removeprefix(str(rank))}": held[key] for other in range(ranks)}
+        cost.messages = cost.bytes = 0
+        start = time.perf_counter()
+        found._poll()
+        cost.seconds = time.perf_counter() - start
+        found.leave(None)
+    return cost, found._period
+
+
+def costs(model: nn.Module, ranks: int, folder: Path) -> Iterator[tuple[str, Cost]]:
+    """Yield each call of ours and its cost."""
+    with fake_world(ranks):
+        with measured() as cost:
+            shard_model(model)
+        yield "`shard_model`", cost
+        model.to_empty(device="cpu")
+        optimizer = stepped(model)
+        with measured() as cost:
+            clip_grad_norm_(model, 1.0)
+        yield "`clip_grad_norm_`", cost
+        with without_data():
+            with measured() as cost:
+                save_checkpoint(folder / "a", model, optimizer)
+            yield "`save_checkpoint`", cost
+            with measured() as cost:
+                load_checkpoint(folder / "a", model, optimizer)
+            yield "`load_checkpoint`", cost
+        for rank in (0, ranks - 1):
+            cost, period = polled(model, ranks, rank)
+            yield f"`watch` on rank {rank}, each {period:.0f} s", cost
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama 405B", "DeepSeek-V3"])
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    options = parser.parse_args()
+    command = f"python -m benchmarks.many_ranks --ranks {' '.join(map(str, options.ranks))}"
+    lines = [f"# Many ranks, November 2026\n\n`{command}`: torch {torch.__version__}, 2 shared cores.\n"]
+    lines.append(
+        "| model | ranks | call | seconds of ours | of torch | messages | bytes |\n|---|---|---|---|---|---|---|"
+    )
+    for name in options.models:
+        for ranks in options.ranks:
+            with tempfile.TemporaryDirectory() as folder:
+                for call, cost in costs(on_meta(MODELS[name]()), ranks, Path(folder)):
+                    torchs = f"{cost.torchs:.2f}" if cost.torchs else "-"
+                    numbers = f"{cost.seconds:.3f} | {torchs} | {cost.messages:,} | {cost.bytes:,}"
+                    lines.append(f"| {name} | {ranks:,} | {call} | {numbers} |")
+                    print(lines[-1], flush=True)
+    if options.write:
+        RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
