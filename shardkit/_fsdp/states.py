@@ -30,10 +30,16 @@ def units_gathered_until_backward(model: nn.Module) -> list[FSDPUnit]:
 
 
 @contextmanager
-def gathered_until_backward(model: nn.Module) -> Iterator[None]:
-    """In this context no unit reshards after forward. ``set_reshard_after_forward`` could not restore an int."""
+def gathered_until_backward(model: nn.Module, frozen: bool = False) -> Iterator[None]:
+    """In this context no unit, or no ``frozen`` one, reshards after forward.
+
+    ``set_reshard_after_forward`` could not restore an int.
+    """
+    found = ((state, unit) for state in states_of(model.modules()) for unit in units_of(state))
     before = [
-        (state, unit, unit.post_forward_mesh_info) for state in states_of(model.modules()) for unit in units_of(state)
+        (state, unit, unit.post_forward_mesh_info)
+        for state, unit in found
+        if not (frozen and any(param.sharded_param.requires_grad for param in unit.fsdp_params))
     ]
     for _, unit, _ in before:
         unit.post_forward_mesh_info = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Literal
 
 from torch import nn
 
@@ -26,7 +27,11 @@ from shardkit.runtime.stepping import watch_gradients
 
 @contextmanager
 def accumulate(
-    model: nn.Module, *, last: bool, keep_unsharded: bool | None = None, shard_gradients: bool = False
+    model: nn.Module,
+    *,
+    last: bool,
+    keep_unsharded: bool | Literal["frozen"] | None = None,
+    shard_gradients: bool = False,
 ) -> Iterator[None]:
     """Run forward and backward of one micro-batch in this context; the last one reduces the gradients of all.
 
@@ -49,12 +54,14 @@ def accumulate(
         model: an FSDP root, a part of one, or a module around several roots. Plain parameters accumulate as usual.
         last: whether this is the last micro-batch of the step, after which gradients are complete.
         keep_unsharded: True gathers the parameters of each unit once for all micro-batches, so none may change in
-            between. False frees them after each backward. None keeps those with ``reshard_after_forward=False``.
+            between. False frees them after each backward. None keeps those with ``reshard_after_forward=False``;
+            ``"frozen"`` also those of units without a trained parameter, which have no gradients to hold.
         shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between. If ranks use
             different parameters in them, call torch's ``model.set_reduce_scatter_unused_params(True)`` first.
 
     Raises:
-        ShardkitError: ``optimizer_in_backward`` steps the parameters, or ``model`` is not a module.
+        ShardkitError: ``optimizer_in_backward`` steps the parameters, ``model`` is not a module, or ``keep_unsharded``
+            is another string.
 
     Example:
         >>> for i, (inputs, targets) in enumerate(micro_batches):
@@ -66,6 +73,9 @@ def accumulate(
     if steps_in_backward(sharded_parameters(model)):
         problem = "is stepped by optimizer_in_backward as soon as there is a gradient, so none can be accumulated"
         raise ShardkitError(message("model", problem, "", "Use one large batch, or an ordinary optimizer"))
+    if keep_unsharded not in (None, False, True, "frozen"):
+        problem = f'must be True, False, None or "frozen", got {keep_unsharded!r}'
+        raise ShardkitError(message("keep_unsharded", problem, "", ""))
     watch_gradients(model)
     units = fsdp_units(model)
     with ExitStack() as stack:
@@ -74,9 +84,9 @@ def accumulate(
                 stack.callback(setattr, unit, flag, getattr(unit, flag))
             unit.reduce_grads, unit.all_reduce_grads = last or shard_gradients, last
         if keep_unsharded:
-            stack.enter_context(gathered_until_backward(model))
+            stack.enter_context(gathered_until_backward(model, frozen=keep_unsharded == "frozen"))
         if not last:
-            for unit in units_gathered_until_backward(model) if keep_unsharded is None else units:
+            for unit in units if keep_unsharded is False else units_gathered_until_backward(model):
                 unit.reshard_after_backward = keep_unsharded is False
         try:
             yield

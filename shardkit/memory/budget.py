@@ -59,6 +59,7 @@ def plan_for_budget(
     optimizer: str | float = "adamw",
     ranks_per_node: int = 8,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    micro_batches: int = 1,
 ) -> BudgetPlan:
     """Return the plan that costs least among those whose peak fits on every rank. Local, deterministic.
 
@@ -78,6 +79,7 @@ def plan_for_budget(
         loss, optimizer: as for :func:`shardkit.memory.estimate`.
         ranks_per_node: to reshard within a node.
         mp_policy: used where no plan is given.
+        micro_batches: of a step with ``shardkit.accumulate``, which gathers units that stay gathered once for all.
 
     Raises:
         PlanError: nothing fits; the error says how much is missing.
@@ -87,7 +89,7 @@ def plan_for_budget(
     if batch is None:
         rule, fix = "Activations depend on it", "Pass one rank's micro-batch as the model takes it"
         raise PlanError(message("batch", "must be given, got None", rule, fix))
-    measured = Measured(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss)
+    measured = Measured(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss, micro_batches)
     return choose(measured, OptimizerBytes.of(optimizer), size, reserved, ranks_per_node)
 
 
@@ -151,7 +153,8 @@ class Search:
 
     def weigh(self, labels: tuple[str, ...], plan: ShardingPlan) -> Prediction:
         """Return a candidate with its timeline."""
-        points = timeline(plan, self.measured.trace_of(plan), self.optimizer, self.measured.buffers)
+        measured = self.measured
+        points = timeline(plan, measured.trace_of(plan), self.optimizer, measured.buffers, measured.micro_batches)
         return Prediction(", ".join(labels) or "everything sharded", plan, points)
 
     def _fits(self, plan: ShardingPlan) -> bool:

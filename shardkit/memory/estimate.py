@@ -71,6 +71,8 @@ def estimate(
     optimizer: str | float = "adamw",
     ranks_per_node: int = 8,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    micro_batches: int = 1,
+    keep_unsharded: bool | str | None = None,
 ) -> MemoryEstimate:
     """Estimate what every strategy needs on one rank, before anything runs. Local; needs no process group and no GPU.
 
@@ -88,6 +90,7 @@ def estimate(
         optimizer: a name in ``shardkit.memory.OPTIMIZERS``, or bytes of state for each element.
         ranks_per_node: for the strategies that shard within a node.
         mp_policy: used where no plan is given.
+        micro_batches, keep_unsharded: of a step with ``shardkit.accumulate``, which keeps gradients in between.
 
     Raises:
         PlanError: the arguments contradict each other, or the model does not run on fake tensors.
@@ -97,10 +100,11 @@ def estimate(
         if batch is not None:
             fix = "Pass the model, with plan=... for its plan"
             raise PlanError(message("batch", "is given with a plan", "Activations are measured on the model", fix))
-        return estimates(base_plan(None, plan or model, world_size, mesh, mp_policy), state, ranks_per_node, 0, None)
+        base = base_plan(None, plan or model, world_size, mesh, mp_policy)
+        return estimates(base, state, ranks_per_node, 0, None, micro_batches, keep_unsharded)
     base = base_plan(model, plan, world_size, mesh, mp_policy)
     measured = None if batch is None else Measured(model, base, batch, loss)
-    return estimates(base, state, ranks_per_node, buffer_bytes(model), measured)
+    return estimates(base, state, ranks_per_node, buffer_bytes(model), measured, micro_batches, keep_unsharded)
 
 
 def base_plan(
@@ -132,8 +136,10 @@ class Measured:
     Units that ``plan`` checkpoints stay so; ``blocks`` are the others that checkpointing applies to.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, batch: Any, loss: Loss | None) -> None:
-        self.plan = plan
+    def __init__(
+        self, model: nn.Module, plan: ShardingPlan, batch: Any, loss: Loss | None, micro_batches: int = 1
+    ) -> None:
+        self.plan, self.micro_batches = plan, micro_batches
         self.blocks = [unit.name for unit in plan.units if unit.blocks and not unit.checkpoint_activations]
         self.buffers = buffer_bytes(model)
         self._step = model, batch, loss
@@ -157,16 +163,25 @@ class Measured:
 
 
 def estimates(
-    base: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: int, buffers: int, measured: Measured | None
+    base: ShardingPlan,
+    optimizer: OptimizerBytes,
+    ranks_per_node: int,
+    buffers: int,
+    measured: Measured | None,
+    micro_batches: int = 1,
+    keep_unsharded: bool | str | None = None,
 ) -> MemoryEstimate:
     """Return the estimates of all strategies, with activations where they are measured."""
     rows = []
     for name, plan in _strategies(base, ranks_per_node).items():
+        if micro_batches > 1 and "in backward" in name:
+            continue  # accumulate refuses it
         step = measured.trace_of(plan) if measured else without_activations(plan)
         state = replace(optimizer, in_backward="optimizer in backward" in name)
         sizes = [unit_bytes(plan, unit, optimizer) for unit in plan.units if unit.offloads]
         host = sum(size.shard + size.grads + size.optimizer for size in sizes)
-        rows.append(StrategyEstimate(name, plan, timeline(plan, step, state, buffers), host))
+        points = timeline(plan, step, state, buffers, micro_batches, keep_unsharded)
+        rows.append(StrategyEstimate(name, plan, points, host))
     return MemoryEstimate(tuple(rows), base, measured is not None)
 
 

@@ -70,6 +70,7 @@ class UnitBytes:
     reduce: int  # the flat input buffer of a reduce-scatter
     kept_grad: int  # an unsharded gradient that torch still refers to while it reduces: the last one on another dim
     reduced: int  # its output, in the reduce dtype
+    accumulated: int  # the unsharded gradients of earlier micro-batches, in the reduce dtype
     casts_reduced: bool  # whether the output is cast to become the gradients, instead of being used as they are
     offloaded: bool  # whether shards, gradients and optimizer state are on the CPU
 
@@ -100,6 +101,7 @@ def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -
         reduce=ranks * reduced,
         kept_grad=several * ranks * shard_bytes([spec for spec in others if spec.trainable][-1:], compute),
         reduced=reduced,
+        accumulated=sum(spec.nbytes_of(spec.numel, reduce_dtype) for spec in trained),
         casts_reduced=any((reduce_dtype or spec.dtype) != spec.dtype for spec in trained),
         offloaded=unit.offloads,
     )
@@ -148,24 +150,33 @@ class Prediction:
         return self.timeline[0].parameters + self.timeline[0].optimizer
 
 
-def timeline(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int = 0) -> tuple[Point, ...]:
+def timeline(
+    plan: ShardingPlan,
+    trace: Trace,
+    optimizer: OptimizerBytes,
+    buffers: int = 0,
+    micro_batches: int = 1,
+    keep_unsharded: bool | str | None = None,
+) -> tuple[Point, ...]:
     """Return every stretch of one steady step of ``plan``, in order: the second step or a later one.
 
-    ``trace`` is of the same units, with the same ones checkpointed; ``buffers`` are bytes of the model's buffers.
+    ``trace`` is of the same units, with the same ones checkpointed; ``buffers`` are bytes of the model's buffers. Of
+    several micro-batches, as ``accumulate`` runs them, the first, the second and the last are in it.
     """
     rank = _Rank(plan, trace, optimizer, buffers)
+    rank.stays = {unit.name for unit in plan.units if plan.stays(unit, keep_unsharded)}
     units = {unit.name: unit for unit in plan.units}
     hooks = {FORWARD: rank.forward, AFTER_FORWARD: rank.after_forward}
     hooks |= {BACKWARD: rank.backward, AFTER_BACKWARD: rank.after_backward}
-    for interval in trace.intervals:
-        if interval.moment in hooks:
-            hooks[interval.moment](units[interval.unit])
-        rank.record(interval.moment, interval.unit, activations=interval.peak)
-        rank.activations += interval.delta
-    rank.reduce_input = rank.held_reduced = 0
-    rank.gathers.clear()
-    rank.gradients += trace.other_grad_bytes  # made by the model itself, so counted as activations until here
-    rank.activations -= trace.other_grad_bytes
+    for left in range(min(micro_batches, 3) - 1, -1, -1):
+        rank.is_last = not left
+        for interval in trace.intervals:
+            if interval.moment in hooks:
+                hooks[interval.moment](units[interval.unit])
+            rank.record(interval.moment, interval.unit, activations=interval.peak)
+            rank.activations += interval.delta
+        rank.end_micro_batch()
+    rank.gradients += trace.other_grad_bytes
     rank.states += 0 if optimizer.in_backward else round(optimizer.temporary * rank.gradients)
     rank.record(STEP, "")
     return tuple(rank.points)
@@ -181,6 +192,9 @@ class _Rank:
         self.gathers: dict[str, int] = {}  # flat buffers in flight or kept
         self.reduce_input = self.gradients = 0
         self.held_reduced = 0  # buffers of all-reduces, which FSDP2 keeps until backward ends
+        self.accumulated: dict[str, int] = {}  # unreduced gradients by unit, and those of parameters without a unit
+        self.stays: set[str] = set()  # the units that micro-batches but the last leave gathered
+        self.is_last = True
         self.activations = trace.batch_bytes
         self._plan, self._trace, self._in_backward = plan, trace, optimizer.in_backward
         self._sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
@@ -196,6 +210,7 @@ class _Rank:
     def record(self, moment: str, unit: str, communication: int = 0, activations: int = 0) -> None:
         """Record what is alive, plus these short-lived bytes."""
         communication += sum(self.gathers.values()) + self.reduce_input + self.held_reduced
+        activations += sum(self.accumulated.values())
         unsharded = sum(self.unsharded.values()) + sum(self.on_fewer_ranks.values())
         kept = self.parameters, self.gradients, self.states, unsharded
         self.points.append(Point(moment, unit, *kept, communication, self.activations + activations))
@@ -222,7 +237,7 @@ class _Rank:
 
     def after_forward(self, unit: ShardUnit) -> None:
         self._ran.append(unit)
-        reshard = unit.reshard_after_forward
+        reshard = False if unit.name in self.stays else unit.reshard_after_forward
         if reshard is True:
             self.unsharded.pop(unit.name, None)
         elif reshard is not False and unit.name in self.unsharded:
@@ -245,12 +260,29 @@ class _Rank:
         for each in self._ran[max(0, last - max(1, self._plan.prefetch)) : last][::-1]:
             self._gather(each, BACKWARD)
 
+    def end_micro_batch(self) -> None:
+        """Free what FSDP2 frees when a backward ends: units that came before the first trained parameter, too."""
+        self.unsharded = {} if self.is_last else {name: n for name, n in self.unsharded.items() if name in self.stays}
+        self.on_fewer_ranks.clear()
+        self.gathers.clear()
+        self._ran.clear()
+        self.reduce_input = self.held_reduced = 0
+        self.activations -= self._trace.other_grad_bytes  # made by the model itself
+        self.accumulated = {} if self.is_last else {**self.accumulated, "": self._trace.other_grad_bytes}
+
     def after_backward(self, unit: ShardUnit) -> None:
         size, unsharded_grads = self._sizes[unit.name], self._trace.grad_bytes[unit.name]
-        self.unsharded.pop(unit.name, None)
-        self.reduce_input = size.reduce if unsharded_grads else 0
+        if self.is_last or unit.name not in self.stays:
+            self.unsharded.pop(unit.name, None)
+        self.reduce_input = size.reduce if unsharded_grads and self.is_last else 0
         if not unsharded_grads:
             return
+        if not self.is_last or unit.name in self.accumulated:  # the last ones are added to those before
+            self.activations += size.accumulated * self.is_last - unsharded_grads
+            self.accumulated[unit.name] = unsharded_grads = size.accumulated
+        if not self.is_last:
+            return
+        self.accumulated.pop(unit.name, None)
         self.record(AFTER_BACKWARD, unit.name, communication=size.kept_grad)
         self.activations -= unsharded_grads
         made = size.kept_grad + size.reduced + (size.grads if size.casts_reduced else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -103,8 +103,18 @@ class PlanData:
         """Whether ``unit`` owns a parameter that trains."""
         return any(spec.trainable for spec in self.specs_of(unit))
 
+    def stays(self, unit: ShardUnit, keep_unsharded: bool | str | None) -> bool:
+        """Whether ``accumulate`` keeps ``unit`` gathered through all micro-batches."""
+        if isinstance(keep_unsharded, bool):
+            return keep_unsharded
+        return unit.reshard_after_forward is False or (keep_unsharded == "frozen" and not self.trains(unit))
+
     def collectives(
-        self, micro_batches: int = 1, *, keep_unsharded: bool | None = None, shard_gradients: bool = False
+        self,
+        micro_batches: int = 1,
+        *,
+        keep_unsharded: bool | Literal["frozen"] | None = None,
+        shard_gradients: bool = False,
     ) -> Collectives:
         """Predict the collectives of one step on each rank; pure and local.
 
@@ -130,8 +140,7 @@ class PlanData:
             if unit.params:
                 trains, mesh = self.trains(unit), self.mesh_of(unit)
                 sharded = mesh.shard_size > 1
-                kept = unit.reshard_after_forward is False if keep_unsharded is None else keep_unsharded
-                gathers = 1 if kept else micro_batches * (1 + (unit.name in in_backward))
+                gathers = 1 if self.stays(unit, keep_unsharded) else micro_batches * (1 + (unit.name in in_backward))
                 counts.all_gathers += sharded * gathers
                 counts.reduce_scatters += sharded * trains * (micro_batches if shard_gradients else 1)
                 counts.all_reduces += mesh.replicates and trains

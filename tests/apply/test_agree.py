@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -26,10 +28,13 @@ from shardkit import (
     init_on_meta,
     materialize,
     plan_model,
+    ranks,
     shard_like_fsdp1,
     shard_model,
 )
 from shardkit.apply import shard as apply
+from shardkit.errors import ShardkitError
+from shardkit.ranks import Groups, together
 from shardkit.testing import assert_same_on_all_ranks, distributed, fake_world
 
 
@@ -247,3 +252,53 @@ def test_replicas_and_tensor_parallel_ranks() -> None:
     expected = seeded(Decoder, 0).layers[1].up.weight
     assert torch.equal(whole[8:], expected[8:] + 1) or not theirs
     assert torch.equal(whole[:8], expected[:8])
+
+
+# An error of one rank is an error of all.
+
+
+def fail_on(failing: int, error: Exception, groups: Groups) -> None:
+    with together(groups):
+        if not groups or dist.get_rank() == failing:
+            raise error
+
+
+@distributed(world_size=4)
+def test_groups_that_overlap_carry_a_reason_to_every_rank():
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with pytest.raises(ShardkitError, match="rank 1: ValueError: odd"):
+        fail_on(1, ValueError("odd"), [rows[rank // 2], columns[rank % 2]])
+
+
+class Heard(logging.Handler):
+    """Of a logger: that it said something, and what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event, self.texts = threading.Event(), []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        self.event.set()
+
+
+@distributed(world_size=4)
+def test_a_rank_that_waits_for_others_says_so():
+    heard = Heard()
+    ranks.logger.addHandler(heard)
+    patience, ranks.PATIENCE = ranks.PATIENCE, 0.0
+    try:
+        with together([None], call="save_checkpoint"):
+            if dist.get_rank() == 0:
+                assert heard.event.wait(20)
+        ranks.PATIENCE = 1e6
+        with together([None], call="load_checkpoint"):
+            pass
+    finally:
+        ranks.PATIENCE = patience
+        ranks.logger.removeHandler(heard)
+    if dist.get_rank() == 0:
+        assert heard.texts[0].startswith("save_checkpoint has waited 0 s on rank 0 for other ranks. The call is")
+    assert not any(text.startswith("load_checkpoint") for text in heard.texts)

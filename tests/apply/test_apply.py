@@ -246,13 +246,3 @@ def test_ignored_parameters_that_train_are_said_to(caplog: pytest.LogCaptureFixt
     with fake_world(2):
         shard_model(Decoder(), ignored_params=["head.weight"])
     assert re.search(r"head.weight trains outside of all units.*All-reduce", caplog.text)
-
-
-def test_what_torch_itself_refuses() -> None:
-    """What docs/troubleshooting.md says of torch's own methods."""
-    with fake_world(2):
-        model = shard_model(Decoder())
-        with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
-            model.load_state_dict(Decoder().state_dict())
-        with pytest.raises((AssertionError, NotImplementedError), match="deepcopy"):
-            copy.deepcopy(model)

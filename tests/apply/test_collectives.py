@@ -1,5 +1,6 @@
 """What a plan predicts is what torch does, in a step and in one of several micro-batches, on 8 fake ranks."""
 
+import copy
 import itertools
 
 import pytest
@@ -24,6 +25,7 @@ OPTIONS = [
     {},
     {"keep_unsharded": True},
     {"keep_unsharded": False},
+    {"keep_unsharded": "frozen"},
     {"shard_gradients": True},
     {"keep_unsharded": True, "shard_gradients": True},
 ]
@@ -68,7 +70,9 @@ def test_frozen_layers_at_the_start_and_the_end(frozen: tuple[str, ...], prefetc
     model = Decoder()
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
-    count(model, prefetch=prefetch)
+    count(copy.deepcopy(model), micro_batches=3, prefetch=prefetch)
+    kept = [by_name(*frozen, reshard_after_forward=False), by_class(Block)]
+    count(model, units=kept, micro_batches=3, prefetch=prefetch)
 
 
 def test_ties_recomputation_offload_and_ignored_parameters() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, micro_steps, one_large_batch, shard
 from grads_net import MESHES, Net, full_grads
-from sent_bytes import EXCHANGE, SCATTER, SentBytes
+from sent_bytes import EXCHANGE, GATHER, SCATTER, SentBytes
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from shardkit import by_class, plan_model, shard_model
 from shardkit.errors import ShardkitError
 from shardkit.grads import set_gradient_reduction, set_reduce_precision
-from shardkit.grads.precision import _ReduceScatter
 from shardkit.testing import comm_counts, distributed, fake_world
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -132,6 +135,67 @@ def test_dtypes_that_make_no_sense(dtypes):
         set_reduce_precision(nn.Linear(1, 1), wire=dtypes[0], accumulate=dtypes[1])
 
 
-def test_a_reduction_that_is_neither_sum_nor_mean():
-    with fake_world(4), pytest.raises(ShardkitError, match=r"^set_gradient_divide_factor asks for .* sums and means"):
-        _ReduceScatter(torch.bfloat16)(torch.zeros(1), torch.zeros(4), dist.group.WORLD, dist.ReduceOp.MAX)
+# A plan means the same on every torch: gradients to the bit, and the bytes on the wire, against plain arithmetic.
+
+
+COMPUTED = {"float32": None, "bfloat16": torch.bfloat16}
+REDUCED = {"None": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+CASES = [("float32", "None"), ("bfloat16", "None"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def policy(computed: str, reduced: str) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=COMPUTED[computed], reduce_dtype=REDUCED[reduced])
+
+
+@pytest.mark.parametrize(("computed", "reduced"), CASES)
+@distributed(world_size=2)
+def test_gradients(computed: str, reduced: str) -> None:
+    dtype, sums = COMPUTED[computed] or torch.float32, REDUCED[reduced] or torch.float32
+    plain, model = build(), build()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    shard_model(model, units=[by_class(nn.Linear)], mp_policy=policy(computed, reduced))
+    model(x).square().sum().backward()
+    alone = copy.deepcopy(plain).to(dtype)
+    alone(x.to(dtype)).square().sum().backward()
+    for param, sharded in zip(alone.parameters(), model.parameters(), strict=True):
+        total = param.grad.to(sums)
+        dist.all_reduce(total)
+        assert total.any()
+        assert torch.equal(sharded.grad.full_tensor(), (total / 2).float())
+
+
+@pytest.mark.parametrize(("computed", "reduced"), CASES)
+def test_bytes_on_the_wire(computed: str, reduced: str) -> None:
+    """By hand: shards of ceil(rows / 4) rows, and every unit gathered in forward and again in backward."""
+    element = {"float32": 4, "bfloat16": 2}
+    rows = [(10, 6), (10, 1), (5, 10), (5, 1), (3, 5), (3, 1)]
+    padded = [4 * math.ceil(first / 4) * rest for first, rest in rows]
+    with fake_world(4):
+        model = build()
+        plan = plan_model(model, units=[by_class(nn.Linear)], mp_policy=policy(computed, reduced))
+        shard_model(model, plan=plan)
+        with SentBytes() as sent:
+            model(torch.randn(4, 6)).sum().backward()
+    assert plan.collectives().all_gathers == 6
+    assert sent.bytes[GATHER] == 2 * sum(padded) // 4 * element[computed]
+    assert sent.bytes[SCATTER] == sum(padded) * (2 if reduced == "bfloat16" else 4)
+
+
+@distributed(world_size=2)
+def test_batch_norm_under_bf16_by_the_rule_of_the_docs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)))
+    norms = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+    policy, seen = MixedPrecisionPolicy(param_dtype=torch.bfloat16), list[torch.dtype]()
+    shard_model(model, units=[by_class(nn.BatchNorm2d, mp_policy=norms), "*"], mp_policy=policy)
+    model[0][1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    output = model(torch.randn(2, 3, 8, 8))
+    output.sum().backward()
+    assert (seen, output.dtype) == ([torch.float32], torch.bfloat16)
+    assert model[0][1].running_mean.dtype == torch.float32 == model[0][1].weight.grad.dtype
+    assert model[0][1].running_mean.any()

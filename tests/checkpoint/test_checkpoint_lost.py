@@ -175,7 +175,7 @@ def test_on_a_read_only_disk_all_ranks_raise_and_the_previous_one_loads(small_di
     assert value_of(latest_checkpoint(small_disk)) == 1.0  # loading needs to write nothing
 
 
-@pytest.mark.parametrize("function", ["pwrite", "fsync"])
+@pytest.mark.parametrize("function", ["pwrite", "fsync", "ftruncate"])
 @distributed(world_size=2, backend="gloo")
 def test_what_one_rank_meets_all_raise_with_its_reason(function, tmp_path):
     save_checkpoint(tmp_path / "step-1", sharded(1.0), extra={"value": 1.0})

@@ -14,7 +14,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.checkpoint.chunks import part_sum
 from shardkit.checkpoint.native import own_random_states, resume_random
 from shardkit.checkpoint.source import decode, encode
 from shardkit.errors import CheckpointError
@@ -166,32 +165,6 @@ def test_the_state_of_torchs_schedulers_is_plain(name):
     rest = walk(optimizer, scheduler, 4)
     assert len(set(rest)) > 1 or name == "plateau"
     assert walk(resumed, other, 4) == rest
-
-
-# --- Checksums ------------------------------------------------------------------------------------------------------
-
-DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn, torch.complex64]
-
-
-def words(tensor: torch.Tensor) -> int:
-    data = bytes(tensor.flatten().unsqueeze(-1).view(torch.uint8).flatten().tolist())
-    data += b"\0" * (-len(data) % 8)
-    return sum(int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)) % 2**64
-
-
-@settings(max_examples=200)
-@given(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(DTYPES), st.randoms(use_true_random=False))
-def test_checksums_of_parts_add_up_however_they_are_cut(shape, dtype, cutter):
-    torch.manual_seed(0)
-    tensor = (torch.randn(shape) * 3).to(dtype)
-    cuts = [sorted([0, size, *(cutter.randint(0, size) for _ in range(2))]) for size in shape]
-    total = 0
-    for ranges in itertools.product(*(itertools.pairwise(cut) for cut in cuts)):
-        part = tensor
-        for dim, (start, stop) in enumerate(ranges):
-            part = part[(slice(None),) * dim + (slice(start, stop),)]
-        total += part_sum(part, tuple((start, stop - start) for start, stop in ranges), tensor.shape)
-    assert total % 2**64 == words(tensor)
 
 
 # --- Random generators ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from meshes import mesh_of
 from safetensors.torch import save_file
-from safetensors_kinds import TpBlock, assert_holds, tp_and_fsdp
+from safetensors_kinds import TpBlock, assert_holds
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -142,17 +142,6 @@ def test_into_a_model_that_is_not_sharded(built, tmp_path):
     assert_holds(state_of(model), whole)
     torch.manual_seed(3)
     assert torch.equal(model.noise, Net().noise)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_tensor_parallelism_and_fsdp(tmp_path):
-    _, whole = tp_and_fsdp(seed=0)
-    path = tmp_path / f"{dist.get_rank()}.safetensors"
-    save_file(whole, path)
-    model, _ = tp_and_fsdp(seed=1)
-    load_pretrained(model, path)
-    assert_holds(dict(model.named_parameters()), whole)
-    assert any(hasattr(place, "split_factor") for each in model.parameters() for place in each.placements)
 
 
 def test_wrappers_are_no_part_of_names(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from safetensors.torch import load_file, save
 from safetensors_kinds import (
     SHARDED,
     assert_holds,
-    dtensor,
     mesh_of,
     same,
     sharded,
@@ -25,7 +23,7 @@ from safetensors_kinds import (
     write_tensors,
     zeros_like,
 )
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardkit.checkpoint import chunks
@@ -136,18 +134,3 @@ def test_what_safetensors_has_no_words_for_is_refused_by_name(tmp_path):
     assert "nowhere (on the meta device" in text
     assert "good" not in text
     assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize(("call", "rank"), [("pwrite", 2), ("fsync", 2), ("ftruncate", 0)])
-@distributed(world_size=4, backend="gloo")
-def test_a_rank_whose_disk_fails_is_named_by_all(call, rank, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == rank:
-
-            def fail(*_):
-                raise OSError(errno.EIO, "Input/output error")
-
-            patch.setattr(os, call, fail)
-        said = rf"1 of 4 ranks failed:[^$]*- rank {rank}: OSError: .*Input/output error"
-        with pytest.raises(CheckpointError, match=said):
-            write_tensors(tmp_path, {"a": dtensor(torch.ones(8), mesh_of((4,)), [Shard(0)])})

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import tempfile
 from pathlib import Path
 
 import pytest
 import safetensors
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
-from shardkit.checkpoint import format
+from shardkit.checkpoint import chunks, format, load_checkpoint
+from shardkit.checkpoint.chunks import inside, opened, raw, read_all, write_all
 from shardkit.checkpoint.format import (
     DTYPES,
     MAX_HEADER,
-    NAMES,
     Entry,
+    Located,
     Spec,
     build_file,
     lay_out,
+    locate,
     read_header,
+    read_parts,
 )
 from shardkit.errors import CheckpointError
 
@@ -47,24 +52,6 @@ def theirs(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | str:
         return {name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in safetensors.deserialize(data)}
     except safetensors.SafetensorError as error:
         return str(error)
-
-
-# Where this reader is stricter than the package.
-STRICTER = ("has the dtype",)
-
-
-def assert_agree(data: bytes) -> None:
-    """Both refuse a file, or both see the same in it; what only this reader refuses, it refuses for a known reason."""
-    mine, other = ours(data), theirs(data)
-    if isinstance(mine, str):
-        assert isinstance(other, str) or any(reason in mine for reason in STRICTER), (mine, other)
-        return
-    assert isinstance(other, dict), (mine, other)
-    seen = {
-        name: (NAMES[entry.dtype], list(entry.shape), data[entry.start : entry.start + entry.bytes])
-        for name, entry in mine.items()
-    }
-    assert seen == other
 
 
 # ---- writing --------------------------------------------------------------------------------------------------
@@ -114,51 +101,6 @@ def test_files_are_filled_in_order_and_indexed_as_transformers_does():
 
 # ---- reading what anyone wrote --------------------------------------------------------------------------------
 
-NUMBERS = st.one_of(
-    st.integers(0, 24),
-    st.sampled_from([-1, 1 << 31, 1 << 62, 1 << 63, 1 << 64, 1 << 200, 1.0, 1e300, True, None, "4", [], {}]),
-)
-ROW = st.fixed_dictionaries(
-    {"dtype": KINDS | st.sampled_from(["F4", "F8_E8M0", "f32", "", 1, None])},
-    optional={
-        "shape": st.lists(NUMBERS, max_size=3) | NUMBERS,
-        "data_offsets": st.lists(NUMBERS, min_size=1, max_size=3) | st.tuples(NUMBERS, NUMBERS),
-        "more": st.just([[1]]),
-    },
-)
-META = (
-    st.none() | st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2) | st.just({"a": 1}) | st.just([])
-)
-
-
-@st.composite
-def tidy_headers(draw: st.DrawFn) -> dict[str, object]:
-    """Rows that mostly follow each other without gaps."""
-    table: dict[str, object] = {}
-    end = 0
-    for number, (kind, shape) in enumerate(draw(st.lists(st.tuples(KINDS, SHAPES), max_size=4))):
-        start = end + draw(st.sampled_from([0, 0, 0, 0, 0, 0, 1, -1]))
-        end = start + torch.Size(shape).numel() * DTYPES[kind].itemsize + draw(st.sampled_from([0, 0, 0, 0, 0, 0, 1]))
-        table[f"t{number}"] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
-    return table
-
-
-@given(
-    st.dictionaries(st.text(max_size=4), ROW | NUMBERS, max_size=3) | tidy_headers(),
-    st.none() | META.map(lambda meta: {"__metadata__": meta}),
-    st.sampled_from(["", " ", "\n  ", "x", "{}"]),
-    st.integers(-1, 1),
-)
-@settings(max_examples=300)
-@example({"a": {"dtype": "F32", "shape": [1 << 62, 1 << 62, 4], "data_offsets": [0, 0]}}, None, "", 0)
-@example({"a": {"dtype": "F32", "shape": [1 << 62, 0], "data_offsets": [0, 0]}}, None, "", 0)
-def test_a_header_of_any_table_is_refused_where_the_package_refuses(table, meta, behind, extra):
-    text = json.dumps({**(meta or {}), **table}).encode() + behind.encode()
-    offsets = [row.get("data_offsets") for row in table.values() if isinstance(row, dict)]
-    ends = [pair[-1] for pair in offsets if isinstance(pair, (list, tuple)) and pair and type(pair[-1]) is int]
-    size = max([end for end in ends if 0 <= end < 1000], default=0)
-    assert_agree(len(text).to_bytes(8, "little") + text + bytes(max(0, size + extra)))
-
 
 def with_header(text: bytes, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
@@ -185,6 +127,10 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
         (with_header(b'{"a":' + ROW_A.replace(b"0,2", b"1,3") + b"}", b"123"), "starts where the previous one"),
         (with_header(b'{"a":' + ROW_A.replace(b"U8", b"F4") + b"}", b"12"), "has the dtype 'F4'"),
         (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[-2]") + b"}", b"12"), "both must be lists of sizes"),
+        (
+            with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[4611686018427387904,4611686018427387904]") + b"}", b"12"),
+            "",
+        ),
         (with_header(b'{"__metadata__":{"a":1}}'), "does not map names to strings"),
     ],
 )
@@ -193,3 +139,174 @@ def test_what_is_no_safetensors_file_is_refused_with_its_reason(data, reason):
     found = ours(data)
     assert isinstance(found, str), "accepted"
     assert reason in found
+
+
+# Parts of tensors as runs of bytes: against slices of the whole.
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    box = []
+    for size in shape:
+        start = draw(st.integers(0, size))
+        box.append((start, draw(st.integers(0, size - start))))
+    return tuple(box), shape
+
+
+def cut(whole: torch.Tensor, box) -> torch.Tensor:
+    return inside(whole, tuple((0, size) for size in whole.shape), box)
+
+
+@given(drawn=boxes(), kind=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+def test_any_part_of_a_file_is_read(tmp_path_factory, drawn, kind):
+    box, shape = drawn
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    path = tmp_path_factory.getbasetemp() / "part"
+    path.write_bytes(b"head" + bytes(raw(whole)))
+    expected = cut(whole, box)
+    values = torch.full(expected.shape, -1, dtype=kind)
+    strided = torch.full((*expected.shape, 2), -1, dtype=kind)[..., 0]
+    small = pytest.MonkeyPatch()
+    with small.context() as patch:
+        patch.setattr(chunks, "STAGE", 80)
+        located = Located(path, Entry(torch.float32, torch.Size(shape), 4))
+        read_parts([(located, (values, box))])
+        read_parts([(located, (strided, box))])
+    assert torch.equal(values, expected.to(kind))
+    assert torch.equal(strided, expected.to(kind))
+
+
+def test_a_short_write_and_a_short_read_go_on(tmp_path, monkeypatch):
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:3], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:2]], at))
+    data = bytes(range(100))
+    with opened(tmp_path / "file", os.O_RDWR | os.O_CREAT) as descriptor:
+        write_all(descriptor, memoryview(data), 5)
+        back = bytearray(100)
+        read_all(descriptor, memoryview(back), 5)
+        assert back == data
+        with pytest.raises(OSError, match="the file ends at byte 105, 1 too early"):
+            read_all(descriptor, memoryview(bytearray(101)), 5)
+
+
+# From a path to tensors: files, indexes, the hub's cache, and what tries to lead elsewhere.
+
+
+ONE = {"a": torch.ones(2)}
+
+
+def put(path: Path, tensors=ONE) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
+    return path
+
+
+def index_of(directory: Path, places: object, name: str = "model") -> Path:
+    path = directory / f"{name}.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {"total_size": 8}, "weight_map": places}))
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        locate(path)
+    return str(caught.value)
+
+
+def test_a_directory_is_looked_through_in_order(tmp_path):
+    put(tmp_path / "other.safetensors", {"other": torch.ones(1)})
+    assert set(locate(tmp_path)) == {"other"}
+    put(tmp_path / "second.safetensors", {"second": torch.ones(1)})
+    assert "has other.safetensors, second.safetensors, and not one index" in refusal(tmp_path)
+    index_of(tmp_path, {"second": "second.safetensors"}, name="any")
+    assert set(locate(tmp_path)) == {"second"}
+    index_of(tmp_path, {"other": "other.safetensors"}, name="model")
+    assert set(locate(tmp_path)) == {"other"}
+    put(tmp_path / "model.safetensors")
+    assert set(locate(tmp_path)) == {"a"}
+    assert set(locate(str(tmp_path / "any.safetensors.index.json"))) == {"second"}
+
+
+def test_what_is_not_there(tmp_path):
+    assert "nowhere cannot be read: [Errno 2] No such file" in refusal(tmp_path / "nowhere")
+    assert "it has no files" in refusal(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    assert "it has pytorch_model.bin, and not one index" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert "is not a regular file" in refusal(tmp_path / "pipe.safetensors")  # and nobody waits for a writer
+    torch.save(ONE, tmp_path / "renamed.safetensors")
+    assert "is not a safetensors file" in refusal(tmp_path / "renamed.safetensors")
+
+
+def test_the_hubs_cache_links_to_its_blobs(tmp_path):
+    blob = put(tmp_path / "models--me--it" / "blobs" / "0123abcd")
+    snapshot = tmp_path / "models--me--it" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model-00001-of-00001.safetensors").symlink_to(os.path.relpath(blob, snapshot))
+    index_of(snapshot, {"a": "model-00001-of-00001.safetensors"})
+    assert set(locate(snapshot)) == {"a"}
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "sub/../../secret.safetensors", "..", "", ".", "a\0b", "/"])
+def test_an_index_names_files_beside_it_only(name, tmp_path):
+    put(tmp_path / "secret.safetensors")
+    (tmp_path / "model" / "sub").mkdir(parents=True)
+    found = refusal(index_of(tmp_path / "model", {"a": name}))
+    assert "leads out of the directory" in found or "is not a regular file" in found or "null byte" in found
+    assert "leads out" in refusal(index_of(tmp_path / "model", {"a": str(tmp_path / "secret.safetensors")}))
+
+
+def test_links_out_of_the_directory_are_refused(tmp_path):
+    secret = put(tmp_path / "secret.safetensors")
+    inside = put(tmp_path / "model" / "real.safetensors")
+    for target in (secret, Path("..") / "secret.safetensors"):
+        link = tmp_path / "model" / "link.safetensors"
+        link.symlink_to(target)
+        found = refusal(index_of(tmp_path / "model", {"a": link.name}))
+        assert f"'link.safetensors' leads out of the directory, to {secret}" in found
+        link.unlink()
+    (tmp_path / "model" / "link.safetensors").symlink_to(inside)
+    assert set(locate(tmp_path / "model")) == {"a"}
+    # What the user names is meant.
+    (tmp_path / "mine.safetensors").symlink_to(secret)
+    assert set(locate(tmp_path / "mine.safetensors")) == {"a"}
+    (tmp_path / "models").symlink_to(tmp_path / "model")
+    assert set(locate(tmp_path / "models")) == {"a"}
+
+
+def test_an_index_and_its_files_must_agree(tmp_path):
+    put(tmp_path / "one.safetensors")
+    index = index_of(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
+    assert "lists tensors that the files do not have: b (one.safetensors)" in refusal(index)
+    assert "No such file" in refusal(index_of(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[", "[]", "{}", "1", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": ["b"]}}',
+        '{"weight_map": NaN}', "[" * 100_000, "\ufeff{}",
+    ],
+)  # fmt: skip
+def test_what_is_no_index_is_refused(text, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(text)
+    assert refusal(index).startswith(f"{index} cannot be read: ")
+
+
+@given(st.binary(max_size=60) | st.binary(max_size=40).map(lambda data: len(data).to_bytes(8, "little") + data))
+def test_any_bytes_are_a_file_or_one_clear_error(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:  # of a file that is one, that it lacks the tensor
+        load_checkpoint(path, torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(1))}))
+    assert str(caught.value).startswith(str(path))
+
+
+def test_links_in_a_circle_and_names_that_no_system_takes(tmp_path):
+    (tmp_path / "round.safetensors").symlink_to("round.safetensors")
+    assert "round" in refusal(index_of(tmp_path, {"a": "round.safetensors"}))
+    assert "cannot be read" in refusal(index_of(tmp_path, {"a": "x" * 300 + ".safetensors"}))
+    assert "cannot be read" in refusal(Path("a\0b"))

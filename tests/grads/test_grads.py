@@ -19,6 +19,7 @@ from grads_net import (
     mesh_of,
     sharded_net,
 )
+from safetensors_kinds import TpBlock
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -78,17 +79,6 @@ def test_one_all_reduce_for_each_axis_that_must(shape, ignored, expected):
 
 
 # Several meshes.
-
-
-class TpBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(self.norm(x)).relu())
 
 
 @pytest.mark.parametrize("p", [2.0, math.inf])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -25,7 +24,6 @@ from shardkit import (
     shard_model,
     watch,
 )
-from shardkit._fsdp import fsdp_units
 from shardkit.watching import compare_ranks
 
 KINDS = {"by node": {"mesh": MeshSpec.hybrid(2, 2)}, "resharded in a node": {"reshard_after_forward": 2}}
@@ -67,29 +65,14 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return full_state_dict(model) | parts
 
 
-def hosts_of(group: dist.ProcessGroup) -> list[str]:
-    """Return the host of each rank of a group. Collective."""
-    hosts: list[str] = [""] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group)
-    return hosts
-
-
-def gathers_in(model: nn.Module, kind: str) -> list[str]:
-    """Return the hosts of the ranks between which the backward gathers the model's first unit."""
-    unit = vars(fsdp_units(model)[0])
-    mesh = unit["mesh_info" if kind == "by node" else "post_forward_mesh_info"]
-    return hosts_of(mesh.shard_process_group)
-
-
 def train(folder: Path) -> None:
     """Train both kinds, save them, and write down what they did."""
     for kind, settings in KINDS.items():
         trained = build(**settings)
         losses = [step(trained, number) for number in range(STEPS)]
         differ = compare_ranks(*trained)
-        state, gathers = full_state(*trained), gathers_in(trained[0], kind)
+        state = full_state(*trained)
         save_checkpoint(folder / kind / "checkpoint", *trained)
-        (folder / kind / f"gathers{dist.get_rank()}").write_text(json.dumps(gathers))
         if dist.get_rank() == 0:
             torch.save(state, folder / kind / "state")
             (folder / kind / "losses").write_text(json.dumps([losses, differ]))

@@ -14,7 +14,16 @@ from small_moe import MoE
 from torch import Tensor, nn
 from zoo import ZOO
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, by_class, by_name, plan_model
+from shardkit import (
+    MeshSpec,
+    MixedPrecisionPolicy,
+    PlanError,
+    ShardingPlan,
+    accumulate,
+    by_class,
+    by_name,
+    plan_model,
+)
 from shardkit.memory import estimate, plan_for_budget
 from shardkit.memory.estimate import buffer_bytes
 from shardkit.memory.timeline import OptimizerBytes, timeline
@@ -71,6 +80,40 @@ def test_predicted_is_counted(case: str) -> None:
     plan = plan_model(model, **({"mesh": MeshSpec.sharded(8)} | CASES[case]))
     expected = predicted_peak(model, plan, TOKENS)
     assert counted_peak(model, plan, lambda m: mean(m(TOKENS)).backward()) == pytest.approx(expected, rel=0.001)
+
+
+def micro_steps(model: nn.Module, keep: Any = None) -> None:
+    for micro in range(3):
+        with accumulate(model, last=micro == 2, keep_unsharded=keep):
+            mean(model(TOKENS)).backward()
+
+
+def partly_frozen(*frozen: str) -> nn.Module:
+    model = decoder()
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("keep", [None, "frozen", True, False])
+@pytest.mark.parametrize("frozen", [(), ("embed", "layers.0", "layers.2")], ids=["all train", "frozen"])
+def test_predicted_is_counted_with_micro_batches(frozen: tuple[str, ...], keep: bool | str | None) -> None:
+    model = partly_frozen(*frozen)
+    plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=HALF)
+    options = {"micro_batches": 3, "keep_unsharded": keep}
+    row = estimate(model, plan=plan, batch=TOKENS, optimizer="none", loss=mean, **options)["ZeRO-3"]
+    counted = counted_peak(model, plan, lambda m: micro_steps(m, keep))
+    assert row.peak.total - TOKENS.nbytes == pytest.approx(counted, rel=0.001)
+
+
+def test_a_budget_counts_what_micro_batches_keep() -> None:
+    model = partly_frozen("embed", "layers.0", "layers.1")
+    weighed = {"batch": TOKENS, "world_size": 8, "loss": mean, "optimizer": "none", "reserve": 0, "micro_batches": 3}
+    everything, *_, kept = plan_for_budget(model, "1GiB", **weighed).weighed
+    choice = plan_for_budget(model, (everything.peak.total + kept.peak.total) // 2, **weighed)
+    gathers = [plan.collectives(3).all_gathers for plan in (everything.plan, choice.plan, kept.plan)]
+    assert gathers[0] > gathers[1] > gathers[2] == 6
+    assert counted_peak(model, choice.plan, micro_steps) == pytest.approx(choice.peak.total - TOKENS.nbytes, rel=0.001)
 
 
 @pytest.mark.parametrize("case", ["default", "hybrid"])

@@ -73,8 +73,6 @@ def test_what_two_nodes_train_is_right_and_one_node_resumes_it(two, tmp_path):
         assert differ is None
         later = json.loads((tmp_path / kind / "later").read_text())
         assert losses + later == pytest.approx(expected, rel=1e-5)  # ranks sum in another order
-        for rank in range(4):
-            assert json.loads((tmp_path / kind / f"gathers{rank}").read_text()) == [f"node{rank // 2}"] * 2
         saved, resumed = (torch.load(tmp_path / kind / name) for name in ("state", "resumed"))
         assert saved.keys() == resumed.keys()
         assert sum("exp_avg" in name for name in saved) == 12

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_models import Block
 from small_moe import MoE, dims_of
 from test_plan import sharded_by_its_code
+from torch import nn
 from torch.distributed.tensor import Shard
 
 from shardkit import MeshSpec, PlanError, ShardingPlan, by_class, by_name, group, plan_model
+from shardkit.planning.dims import on_mesh
 
 EIGHT = MeshSpec.sharded(8)
 COLUMNS = by_class("MoEBlock", shard_dim=1)
@@ -81,3 +84,89 @@ def test_torch_shards_as_the_plan_says(mesh: MeshSpec) -> None:
     dims = {fqn: param.placements[-1] for fqn, param in by_hand.named_parameters()}
     assert dims == {fqn: Shard(dims_of(plan).get(fqn, 0)) for fqn in plan.specs}
     assert torch.Size((8, 8 // mesh.shard_size, 32)) == by_hand.get_parameter(UP).to_local().shape
+
+
+# Which dim the default chooses: dim 0, unless some ranks would hold too much.
+
+
+def planned(*shapes: tuple[int, ...], mesh: MeshSpec, **options: object) -> ShardingPlan:
+    """Of a model with one parameter of each shape, named by its place."""
+    with torch.device("meta"):
+        model = nn.Module()
+        for place, shape in enumerate(shapes):
+            model.register_parameter(f"p{place}", nn.Parameter(torch.empty(shape)))
+    return plan_model(model, mesh=mesh, units=[], **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((8, 4096, 14336), 8, 0),
+        ((8, 4096, 14336), 64, 1),
+        ((8, 1000, 14336), 64, 2),  # 1000 is no multiple of 64
+        ((32, 2880, 5760), 256, 0),  # neither is any dim
+        ((1024, 8192), 2048, 1),
+        ((11008, 4096), 1024, 1),  # 10.75 rows a rank, so the first rank holds 2.3 % more
+        ((128256, 4096), 1024, 0),  # 0.6 % more
+        ((9,), 8, 0),
+    ],
+)
+def test_one_parameter(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    plan = planned(shape, mesh=MeshSpec.sharded(ranks))
+    assert dims_of(plan) == ({"p0": dim} if dim else {})
+    hybrid = planned(shape, mesh=MeshSpec.hybrid(16, ranks))  # only the shard axis counts
+    assert dims_of(hybrid) == dims_of(plan)
+
+
+def test_no_more_than_needed() -> None:
+    """Shapes that waste most are taken first, all of a shape or none, and none under 1 % of a rank's."""
+    experts_biases_router = (8, 2048, 4096), (8, 4096), (8, 2048)
+    assert dims_of(planned(*experts_biases_router, mesh=MeshSpec.sharded(64))) == {"p0": 1}
+    mesh = MeshSpec.sharded(1024)
+    plan = planned((11008, 4096), (11008, 4096), (32000, 4096), *[(4096, 11008)] * 9, mesh=mesh)
+    assert dims_of(plan) == {}
+    plan = planned(*[(11008, 4096)] * 9, (32000, 4096), *[(4096, 11008)] * 4, mesh=mesh)
+    assert dims_of(plan) == {f"p{place}": 1 for place in range(9)}
+
+
+def test_notes_say_which_and_why_and_what_nothing_can_change() -> None:
+    assert planned((8, 64, 64), (256, 64), mesh=MeshSpec.sharded(64)).notes == (
+        "p0: sharded on dim 1, because the 8 rows of dim 0 do not spread over 64 ranks; "
+        "the fullest rank holds 3.0 KiB, not 17.0 KiB",
+    )
+    assert planned((8, 60, 60), mesh=MeshSpec.sharded(64)).notes == (
+        "p0: no dim is a multiple of 64 ranks, or torch shards the unit on dim 0 only, "
+        "so the fullest rank holds 12.3 KiB more than an equal part",
+    )
+    assert planned((8, 64, 64), mesh=MeshSpec.sharded(64), reshard_after_forward=8).notes == (
+        "p0: no dim is a multiple of 64 ranks, or torch shards the unit on dim 0 only, "
+        "so the fullest rank holds 14.0 KiB more than an equal part",
+    )
+
+
+def test_on_another_mesh_the_dims_of_rules_stay() -> None:
+    rules = [by_class(Block, shard_dim=0), by_name("head", shard_dim=1)]
+    here = plan_model(MoE(), mesh=MeshSpec.sharded(8), units=rules)
+    assert dims_of(here) == {"head.weight": 1}
+    for mesh in (MeshSpec((8,), ("fsdp",)), MeshSpec.hybrid(2, 4), MeshSpec.sharded(4)):
+        dims = dims_of(on_mesh(here, mesh))
+        assert dims["head.weight"] == 1
+        assert not any(fqn.endswith(("experts.up", "experts.down")) for fqn in dims)
+    unfit = on_mesh(here, MeshSpec.sharded(7))
+    assert "head.weight: on dim 0, because dp_shard=7 does not divide the dim that a rule gave" in unfit.notes
+    unfit.check()
+
+
+def test_on_another_mesh_other_dims_are_chosen_anew() -> None:
+    here, there = (plan_model(MoE(experts=4), mesh=MeshSpec.sharded(ranks)) for ranks in (8, 4))
+    assert dims_of(here) != dims_of(there)
+    for one, other in ((here, there), (there, here)):
+        moved = on_mesh(one, other.mesh)
+        assert (moved, moved.notes) == (other, other.notes)
+    first, second = (MeshSpec(shape, ("efsdp", "ep")) for shape in ((2, 2), (4, 2)))
+    rules = [by_name("layers.*.experts", mesh="efsdp"), by_class(Block)]
+    experts = plan_model(MoE(), mesh=first, units=rules)
+    assert on_mesh(experts, second) == plan_model(MoE(), mesh=second, units=rules)
+    assert (on_mesh(here, here.mesh), on_mesh(experts, first)) == (here, experts)
+    with pytest.raises(PlanError, match=r"first two axes of dp_shard=8, got 'efsdp'.*Pass mesh="):
+        on_mesh(experts, MeshSpec.sharded(8))

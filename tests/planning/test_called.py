@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from meshes import mesh_of
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import MeshSpec, plan_model, shard_model
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import distributed
 
 TWO = MeshSpec.sharded(2)
 
@@ -200,11 +199,6 @@ def test_units_are_called() -> None:
     mixed = plan_model(scans(), mesh=TWO)
     assert mixed.replicated == ("layers.0.1.A_log", "layers.1.1.A_log")
     assert [unit.name for unit in mixed.units] == ["layers.0", "layers.1", "(root)"]
-
-
-def test_torch_refuses_a_use_outside_of_the_unit() -> None:
-    with fake_world(2), pytest.raises(RuntimeError, match="got mixed torch"):
-        shard_model(ReadTable(), units="table")(torch.randn(2, 3, 8))
 
 
 @distributed(world_size=2, backend="gloo")

@@ -10,13 +10,12 @@ import torch.distributed as dist
 from meshes import mesh_of
 from state_models import LAYOUTS, Net, as_bytes, fsdp, hsdp, seeded
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardkit.shards import local_value
 from shardkit.state import boxes
 from shardkit.state.boxes import EACH_ALONE, Move, gather, model_group, scatter
-from shardkit.testing import comm_counts, distributed, fake_world
+from shardkit.testing import comm_counts, distributed
 
 MESHES = {(4,): ["dp"], (2, 2): ["dp", "tp"], (2, 1, 2): ["dp", "cp", "tp"]}
 PLACEMENTS = [
@@ -91,19 +90,6 @@ def test_the_all_gather_of_other_backends_gives_the_same():
         found = dict(gather(tensors.items(), ranks, everywhere=True, dtype=torch.bfloat16))
     assert counts.all_gathers > len(SHAPES)
     assert all(equal(found[name], value) for name, value in expected.items())
-
-
-# Which rank holds what.
-
-
-def test_a_mesh_of_two_axes_on_some_ranks_gets_a_group_of_its_own_once():
-    with fake_world(8):
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
-        ranks = model_group([distribute_tensor(torch.zeros(8, 8), mesh, [Replicate(), Shard(0)]), torch.zeros(2)])
-        assert (ranks.ranks, ranks.mesh) == ((0, 1, 2, 3), mesh)
-        group = ranks.connect()
-        assert group.size() == 4
-        assert ranks.connect() is group
 
 
 # Which messages travel.

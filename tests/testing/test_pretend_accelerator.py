@@ -265,23 +265,6 @@ def test_scalers_accumulation_and_a_first_forward_in_inference_mode(ranks: RankP
     ranks.run(check_gradients)
 
 
-def check_pinned_memory() -> None:
-    with pretend_accelerator() as accelerator:
-        value = torch.full((3,), 2.0, device="pretend")
-        pinned = value.to("cpu", non_blocking=True)
-        assert pinned.isnan().all(), "the host has not waited for the copy"
-        assert value.to("cpu").tolist() == pinned.tolist() == [2, 2, 2]
-        accelerator.syncs.clear()
-        assert pinned.to("pretend", non_blocking=True).device == accelerator.device
-        assert accelerator.syncs == []
-        torch.ones(3).to("pretend", non_blocking=True)
-        assert accelerator.syncs == ["copy to the device"], "pageable memory is staged by the host"
-
-
-def test_pinned_memory_is_told_apart(ranks: RankPool) -> None:
-    ranks.run(check_pinned_memory)
-
-
 def check_sleep() -> None:
     with pretend_accelerator() as accelerator:
         model = sharded("cpu", "pretend")

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import matrix
 import parity
 import pytest
 import torch
 from meshes import mesh_of
+from random_models import GOOD, drawn, outcomes
 from sent_bytes import GATHER, SentBytes
 from torch.distributed.fsdp import FSDPModule
 from zoo import ZOO
@@ -89,3 +91,16 @@ def test_float8_weights_are_gathered_in_float8():
         sent.append(counts.bytes[GATHER])
     weights = sum(param.numel() for name, param in model.layers.named_parameters() if param.ndim == 2)
     assert sent[0] - sent[1] == 2 * weights * (4 - 1) / 4  # in forward and backward; of this rank
+
+
+# Random models.
+
+
+@distributed(world_size=2, backend="gloo")
+def test_equal_or_refused() -> None:
+    cases = drawn(24, 1)  # tests/helpers/sweep_models.py draws others
+    found = outcomes(cases)
+    counts = Counter(each.partition(":")[0] for each in found)
+    assert not [pair for pair in zip(found, cases, strict=True) if pair[0].partition(":")[0] not in GOOD]
+    assert counts["equal"] >= 8
+    assert counts["refused"] >= 1

@@ -10,9 +10,12 @@ from sent_bytes import GATHER, SentBytes
 from torch import Tensor, nn
 
 from shardkit import (
+    MeshSpec,
     ShardingPlan,
     ShardkitError,
+    accumulate,
     full_params,
+    group,
     load_checkpoint,
     plan_model,
     save_checkpoint,
@@ -20,7 +23,8 @@ from shardkit import (
     shard_model,
 )
 from shardkit.memory.timeline import OptimizerBytes, unit_bytes
-from shardkit.testing import distributed
+from shardkit.plan import Collectives
+from shardkit.testing import comm_counts, distributed
 
 peft = pytest.importorskip("peft")
 # transformers' own deprecation, met by peft
@@ -144,6 +148,34 @@ CASES = [
 def test_adapters_train_resume_and_load_into_plain_peft(tmp_path):
     for number, (on, kind, tied) in enumerate(CASES):
         check(tmp_path / str(number), on, kind, tied)
+
+
+ADAPTERS_APART = [group("**.lora_A.*", "**.lora_B.*", reshard_after_forward=False), "base_model.model.model.layers.*"]
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_frozen_base_is_gathered_once_for_all_micro_batches():
+    plain, model = adapted("bfloat16", "alone"), adapted("bfloat16", "alone")
+    plan = plan_model(model, units=ADAPTERS_APART, mesh=MeshSpec.sharded(2))
+    shard_model(model, units=ADAPTERS_APART)
+    for micro in range(3):
+        (plain(input_ids=IDS + micro, labels=IDS + micro).loss / 3).backward()
+    for keep, gathers in ((None, 2 + 2 * 2 * 3), ("frozen", 4)):  # two units stay gathered, two do not
+        model.zero_grad()
+        with comm_counts() as counted:
+            for micro in range(3):
+                with accumulate(model, last=micro == 2, keep_unsharded=keep):
+                    (model(input_ids=IDS + micro, labels=IDS + micro).loss / 3).backward()
+        assert counted == plan.collectives(3, keep_unsharded=keep) == Collectives(gathers, reduce_scatters=1)
+        trained = [
+            (mine, its) for mine, its in zip(model.parameters(), plain.parameters(), strict=True) if its.requires_grad
+        ]
+        assert all(torch.equal(mine.grad.full_tensor(), its.grad) for mine, its in trained)
+    with (
+        pytest.raises(ShardkitError, match="keep_unsharded must be"),
+        accumulate(model, last=True, keep_unsharded="all"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("on", "kind", "package"), [("nf4", "alone", "torchao"), ("bnb4", "ia3", "bitsandbytes")])

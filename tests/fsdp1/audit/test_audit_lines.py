@@ -1,12 +1,25 @@
 """The line that replaces each use, filled in with the program's own arguments; and what is found and what is not."""
 
+import builtins
+import json
+import os
+import re
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
+import torch.distributed.fsdp as fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel, api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 
-from shardkit.fsdp1.audit import Finding, audit
-from shardkit.fsdp1.audit.visit import SUPPORT, findings_of
+import shardkit
+import shardkit.fsdp1
+import shardkit.grads
+import shardkit.state
+from shardkit import replacements
+from shardkit.__main__ import main
+from shardkit.fsdp1.audit import Finding, audit, visit
+from shardkit.fsdp1.audit.visit import MODULES, SUPPORT, findings_of
 
 HEAD = """
 import functools, torch
@@ -132,3 +145,167 @@ def test_the_import_of_the_class_names_what_replaces_it():
     names = {}
     exec(line, names)
     assert {"shard_like_fsdp1", "FSDPModule"} <= names.keys()
+
+
+# The table.
+
+
+ROWS = replacements.NAMES | replacements.MEMBERS | replacements.ATTRIBUTES | replacements.PRIVATE | visit.OTHERS
+INHERITED = {"state_dict", "load_state_dict"}  # of nn.Module; every other member is FSDP1's own
+
+
+def public_of_fsdp1() -> set[str]:
+    """What torch offers in public, less FSDP2's: what is listed, and what is only imported into the package."""
+    modules = (wrap, api, fully_sharded_data_parallel)
+    found = {name: value for name, value in vars(fsdp).items() if not name.startswith("_")}
+    found["ShardedGradScaler"] = sharded_grad_scaler.ShardedGradScaler
+    found |= {name: getattr(module, name) for module in (fsdp, *modules) for name in module.__all__}
+    own = {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
+    return {name for name, value in own.items() if getattr(fsdp._fully_shard, name, None) is not value}
+
+
+def test_every_public_name_of_fsdp1_has_a_row_and_no_row_is_of_no_name():
+    assert replacements.NAMES.keys() == public_of_fsdp1()
+
+
+def test_every_public_method_of_the_wrapper_has_a_row():
+    own = {name for name in vars(FullyShardedDataParallel) if not name.startswith("_")}
+    assert replacements.MEMBERS.keys() == own | INHERITED
+
+
+def test_a_module_that_torch_adds_is_noticed():
+    found = {name for name, value in vars(fsdp).items() if isinstance(value, types.ModuleType) and name[0] != "_"}
+    assert found == set(MODULES)
+
+
+# What a replacement may call besides methods of the model: torch's, of three modules, and shardkit's.
+OFFERED = [shardkit, shardkit.fsdp1, shardkit.grads, shardkit.state, fsdp, builtins]
+
+
+def called(template: str) -> set[str]:
+    """The plain names that a replacement calls."""
+    code = re.sub(r"\{(\w+)\}", r"\1", template.replace("{{", "(").replace("}}", ")"))
+    return set(re.findall(r"(?<![\w.])([A-Za-z_]\w*)\(", code)) - {"receiver"}
+
+
+def test_every_row_says_something_and_what_it_calls_exists():
+    assert [name for name, row in ROWS.items() if not row.use and not row.sentence] == []
+    calls = {name for row in ROWS.values() for name in called(row.use)}
+    assert {"full_state_dict", "clip_grad_norm_", "by_class", "no_sync"} <= calls
+    missing = {name for name in calls if not any(hasattr(module, name) for module in OFFERED)}
+    assert missing == set()
+
+
+def test_the_private_names_are_torchs():
+    """A row for a name that torch never had helps nobody."""
+    modules = [value for value in vars(fsdp).values() if isinstance(value, types.ModuleType)]
+    assert [
+        name for name in replacements.PRIVATE if not any(hasattr(module, name) for module in (fsdp, *modules))
+    ] == []
+
+
+# Files and the command.
+
+
+USE = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nmodel = FSDP(net)\n"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A directory with programs where they are read and where they are not."""
+    for name in ("a.py", "b/c.py", "b/tests/d.py", ".git/e.py", "env/lib/f.py", "node_modules/g.py", "h.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(USE)
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    (tmp_path / "plain.py").write_text("print(1)")
+    return tmp_path
+
+
+def paths(found, root):
+    found = dict.fromkeys(finding.path for finding in found.findings)
+    return [os.path.relpath(path, root).replace(os.sep, "/") for path in found]
+
+
+def test_directories_are_read_in_order_and_environments_left_out(tree):
+    found = audit(tree)
+    assert paths(found, tree) == ["a.py", "b/c.py", "b/tests/d.py"]
+    assert found.read == 4  # and plain.py
+    assert audit(tree / "h.txt").findings  # a file is read whatever its name
+
+    assert audit(tree / "a.py", tree).read == 4  # once
+
+
+@pytest.mark.parametrize(("exclude", "left"), [("tests", ["a.py", "b/c.py"]), ("b/*", ["a.py"]), ("*.py", [])])
+def test_what_matches_is_left_out(tree, exclude, left):
+    assert paths(audit(tree, exclude=[exclude]), tree) == left
+
+
+UNREAD = [
+    (b"import fsdp\nprint 'two'\n", "Missing parentheses in call to 'print'"),
+    (b"# coding: nonsense\nimport fsdp\n", "unknown encoding"),
+    (b"fsdp = '\xff'\n", "invalid or missing encoding declaration"),
+    (b"fsdp = " + b"-" * 20000 + b"1", ""),
+]
+
+
+@pytest.mark.parametrize(("content", "reason"), UNREAD, ids=["python2", "encoding", "bytes", "deep"])
+def test_what_cannot_be_read_is_said_with_the_reason(tmp_path, content, reason):
+    (tmp_path / "odd.py").write_bytes(content)
+    found = audit(tmp_path)
+    assert len(found.unread) == 1
+    assert reason in found.unread[str(tmp_path / "odd.py")]
+    assert not found.is_settled
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1"])
+def test_other_encodings_are_read(tmp_path, encoding):
+    cookie = "" if encoding.startswith("utf") else f"# coding: {encoding}\n"
+    code = f"{cookie}x = 'ä'; import torch.distributed.fsdp as f; f.wrap.wrap(x)\n"
+    (tmp_path / "odd.py").write_bytes(code.encode(encoding))
+    found = audit(tmp_path)
+    assert [finding.code for finding in found.findings] == ["f.wrap.wrap(x)"]
+    assert found.findings[0].column == 46
+
+
+def test_a_broken_file_without_fsdp_is_of_no_concern(tmp_path):
+    (tmp_path / "old.py").write_text("print 'two'")
+    assert audit(tmp_path).is_settled
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"), [("print(1)", 0), (USE, 0), (USE + "FSDP(net, **unknown)", 1), ("fsdp = (", 1)]
+)
+def test_the_exit_code_says_whether_something_is_left_to_decide(tmp_path, code, exit_code, capsys):
+    (tmp_path / "program.py").write_text(code)
+    assert main(["audit", str(tmp_path)]) == exit_code
+    assert "of FSDP1 in" in capsys.readouterr().out
+
+
+def test_a_path_that_is_not_there_is_a_wrong_call(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["audit", str(tmp_path / "nothing")])
+    assert stopped.value.code == 2
+    assert "no such file or directory" in capsys.readouterr().err
+
+
+def test_the_text_has_places_replacements_and_counts(tmp_path, capsys, monkeypatch):
+    (tmp_path / "program.py").write_text(
+        "o = Adam(net.parameters())\n" + USE.replace("model", "net") + "net.no_sync()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", "program.py"]) == 1
+    text = capsys.readouterr().out
+    assert "program.py:3:7  exact  FSDP(net)\n    -> shard_like_fsdp1(net)\n" in text
+    assert "program.py:4:1  exact, likely  net.no_sync()\n    -> no_sync(net)\n" in text
+    assert "4 uses of FSDP1 in 1 of 1 files: 3 exact, 0 with a note, 1 check by hand, 0 not possible" in text
+
+
+def test_json_holds_the_same(tree, capsys):
+    assert main(["audit", str(tree), "--exclude", "b", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["counts"] == {"mapped": 2, "noted": 0, "decision": 0, "refused": 0}
+    assert [(f["line"], f["column"], f["replacement"]) for f in data["findings"]][1] == (2, 9, "shard_like_fsdp1(net)")
+    assert data["read"] == 2
