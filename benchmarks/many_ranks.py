@@ -4,7 +4,7 @@ Run: ``python -m benchmarks.many_ranks [--ranks 64 1024 4096 16384] [--models "L
 ``--write`` puts the table into ``benchmarks/results/``. Needs transformers.
 
 One process acts as rank 0 of a fake world, the rank that does most, on a meta model of full size. Collectives return
-at once, so seconds are what the rank computes and waits for no network; bytes are what its collectives leave on it, so
+at once, so seconds, of CPU, are what the rank computes; bytes are what its collectives leave on it, so
 a gather counts with the parts of all ranks. Of ``shard_model`` the time inside ``fully_shard`` and ``init_device_mesh``
 is torch's and listed apart. Saves and loads plan, open, lay out and check as always, with AdamW's state in float32 and
 random generators that differ between ranks; only the bytes of tensors are neither written, read nor summed, and files
@@ -69,11 +69,11 @@ def measured() -> Iterator[Cost]:
 
     def apart(call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return call(*args, **kwargs)
             finally:
-                cost.torchs += time.perf_counter() - start
+                cost.torchs += time.process_time() - start
 
         return timed
 
@@ -83,9 +83,9 @@ def measured() -> Iterator[Cost]:
         stack.enter_context(patch.object(shard, "fully_shard", apart(shard.fully_shard)))
         stack.enter_context(patch.object(mesh, "init_device_mesh", apart(mesh.init_device_mesh)))
         gc.collect()
-        start = time.perf_counter()
+        start = time.process_time()
         yield cost
-        cost.seconds = time.perf_counter() - start - cost.torchs
+        cost.seconds = time.process_time() - start - cost.torchs
 
 
 @contextmanager
@@ -160,9 +160,9 @@ def polled(model: nn.Module, ranks: int, rank: int) -> tuple[Cost, float]:
         for key in [key for key in held if key.partition(" ")[0] == str(rank)]:
             held |= {f"{other}{key.removeprefix(str(rank))}": held[key] for other in range(ranks)}
         cost.messages = cost.bytes = 0
-        start = time.perf_counter()
+        start = time.process_time()
         found._poll()
-        cost.seconds = time.perf_counter() - start
+        cost.seconds = time.process_time() - start
         found.leave(None)
     return cost, found._period
 
@@ -200,7 +200,7 @@ def main() -> None:
     command = f"python -m benchmarks.many_ranks --ranks {' '.join(map(str, options.ranks))}"
     lines = [f"# Many ranks, November 2026\n\n`{command}`: torch {torch.__version__}, 2 shared cores.\n"]
     lines.append(
-        "| model | ranks | call | seconds of ours | of torch | messages | bytes |\n|---|---|---|---|---|---|---|"
+        "| model | ranks | call | CPU seconds of ours | of torch | messages | bytes |\n|---|---|---|---|---|---|---|"
     )
     for name in options.models:
         for ranks in options.ranks:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardkit.boxes import BUCKET, gather, model_group
 from shardkit.checkpoint import directory
 from shardkit.checkpoint.asynchronous import own_rank, ranks_of, sums_on_each, world
 from shardkit.checkpoint.chunks import flush_files, full_box, refuse_subclasses
@@ -46,7 +47,6 @@ from shardkit.checkpoint.write import (
 )
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
 from shardkit.ranks import Groups, groups_of, together
-from shardkit.state.boxes import BUCKET, gather, model_group
 from shardkit.state.load import IncompatibleKeys, KeyMap, LoadPlan, Request, Room, live_state, plan_load
 from shardkit.state.model import checked_state, first_names, model_state
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,12 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
 from shardkit._torch import is_wrapper, local_tensor, offloaded_parameters, reread_sharded_parameters
+from shardkit.boxes import ModelGroup, Move, model_group, scatter
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import Initializer, is_plain_meta, is_recorded, record_initializers, records
 from shardkit.meta.replay import Final, Player
@@ -22,6 +27,10 @@ from shardkit.meta.tape import Definedness, View, open_tape
 from shardkit.ranks import agree, groups_of, together
 from shardkit.references import Setter, references
 from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
+
+logger = logging.getLogger("shardkit")
+
+_MANY = 10**9  # random numbers, from which a CPU takes 5 to 10 s
 
 
 @dataclass(eq=False)
@@ -42,6 +51,7 @@ def materialize(
     seed: int | None = None,
     *,
     init: Initializer | None = None,
+    exact: bool = True,
 ) -> nn.Module:
     """Give a sharded meta model the values of ordinary construction, bit for bit; return it.
 
@@ -60,6 +70,11 @@ def materialize(
             ``init_on_meta`` was entered.
         init: called with each module, children first, as ``model.apply(init)`` right after construction, with
             full-size parameters to write to in place (recorded, so without memory). The rest keeps constructed values.
+        exact: False is faster by about the number of ranks, and draws other numbers, from the same distributions: each
+            rank computes its share of the parameters, and sends their shards to the others. Values follow from the seed
+            and the construction, on any number of ranks, as long as the values are computed on the same device type.
+            In host memory each rank holds its share, of about the size of its shards, and one largest full tensor.
+            torch's generator ends in one state on all ranks, which is not that of construction.
 
     A model that was built under ``torch.device("meta")`` has no recording. Without ``init`` it gets what its own
     ``reset_parameters`` methods, then ``init_weights`` or ``_init_weights`` (as in transformers), compute. torch's
@@ -71,6 +86,7 @@ def materialize(
             would stay undefined. Nothing was changed.
     """
     groups, targets = groups_of(model), find_targets(model)
+    ranks = model_group(target.tensor for target in targets)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         rule, fix = "materialize computes only this rank's shards", "Call shard_model(model) or fully_shard first"
         raise ShardkitError(message("model", "is not sharded", rule, fix))
@@ -84,16 +100,36 @@ def materialize(
             replay = Replay(model, targets, init=init, device=device, seed=seed)
         fix = "Build the same model on all ranks, and call torch.manual_seed with one number before init_on_meta() or "
         fix += "pass materialize(model, seed=...); seed the data by rank afterwards"
-        agree({**replay.digest, "seed": seed}, groups, "materialize", fix=fix)
+        agree({**replay.digest, "seed": seed, "exact": exact}, groups, "materialize", fix=fix)
     except ShardkitError:
         if replay is not None:
             replay.undo()
         raise
-    replay.compute()
+    if exact:
+        _say_how_long(replay, ranks)
+        replay.compute()
+    else:
+        replay.compute_share(ranks)
     install(model, targets)
     replay.settle_generators()
     forget(model)
     return model
+
+
+def _say_how_long(replay: Replay, ranks: ModelGroup) -> None:
+    """Log on the first rank, where it takes long: for how long about, and what is faster. Local."""
+    generator = torch.Generator(replay.device)
+    if replay.device.type != "cpu" or not ranks.is_root or (drawn := replay.drawn()) < _MANY:
+        return
+    start = time.perf_counter()
+    torch.empty(1 << 20).normal_(generator=generator)
+    seconds = (time.perf_counter() - start) * drawn / (1 << 20)
+    text = (
+        "materialize: each rank draws all %.1f billion random numbers on its CPU, in about %.0f s. For other values of "
+    )
+    text += "the same distributions, materialize(model, exact=False) divides the work by the number of ranks, and "
+    text += "device='cuda' draws on the GPU"
+    logger.warning(text, drawn / 1e9, seconds)
 
 
 def forget(model: nn.Module) -> None:
@@ -144,14 +180,43 @@ class Replay(Player):
         try:
             _record_missing(model, targets, init)
             _check_targets(targets, Definedness(self._tape.ops))
-            cutter = Cutter(model)
-            finals = [Final(target.view, partial(cutter.cut, target)) for target in targets if target.view is not None]
+            self._cutter = Cutter(model)
+            finals = [
+                Final(target.view, partial(self._cutter.cut, target)) for target in targets if target.view is not None
+            ]
             super().__init__(self._tape, finals, device=device, seed=seed, draw_all=draw_all)
         except BaseException:
             self.undo()
             raise
         shapes = {", ".join(target.fqns): list(target.tensor.shape) for target in targets}
         self.digest = {"the tensors": shapes, **self.digests()}
+
+    def compute_share(self, ranks: ModelGroup) -> None:
+        """Compute this rank's share of the sharded tensors, and exchange shards; others on each rank. Collective."""
+        sharded = [target for target in self.targets if isinstance(target.tensor, DTensor)]
+        loads = [(0, rank) for rank in ranks.ranks or (0,)]
+        owned: dict[int, list[Target]] = {rank: [] for _, rank in loads}
+        for target in sorted(sharded, key=lambda target: -target.tensor.nbytes):
+            load, rank = heapq.heappop(loads)
+            owned[rank].append(target)
+            heapq.heappush(loads, (load + target.tensor.nbytes, rank))
+        own, fulls = owned[dist.get_rank() if ranks.ranks else 0], dict[int, Tensor]()
+
+        def hold(target: Target, full: Tensor, alone: bool) -> None:
+            full = full.resolve_conj().resolve_neg()
+            fulls[id(target)] = full if alone else full.clone()
+
+        plain = [target for target in self.targets if not isinstance(target.tensor, DTensor)]
+        takes = [(each, self._cutter.cut) for each in plain] + [(each, hold) for each in own]
+        self.keep([Final(each.view, partial(take, each)) for each, take in takes if each.view is not None])
+        self.compute()
+        for target in sharded:
+            self._cutter.make_room(target)
+        for rank, targets in owned.items():
+            others = [each for each in ranks.ranks if each != rank]
+            moves = [(t.value, fulls.pop(id(t), None), t.view.dtype) for t in targets if t.view and t.value is not None]
+            if moves:
+                scatter((Move(*move) for move in moves), ModelGroup((rank, *others), ranks.mesh))
 
     def undo(self) -> None:
         """Drop the initializers that were recorded, and put torch's generator back."""
@@ -263,6 +328,14 @@ class Cutter:
                 in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device).set_(full.untyped_storage())
                 self._storages[target.view.storage] = in_bytes.to(device).untyped_storage()
             target.value = target.view.of(self._storages[target.view.storage])
+
+    def make_room(self, target: Target) -> None:
+        """Set ``target.value`` of a sharded tensor to memory for its value."""
+        tensor = target.tensor
+        assert isinstance(tensor, DTensor), "others are computed on each rank"
+        like = local_tensor(tensor)
+        local = torch.empty(like.shape, dtype=tensor.dtype, device=self._device(tensor))
+        target.value = as_sharded(wrapped_as(local, like), tensor)
 
 
 def install(model: nn.Module, targets: Iterable[Target]) -> None:

@@ -7,6 +7,7 @@ later one begins in the state that it leaves.
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -103,7 +104,7 @@ class Player:
                     states[default][following.entry] = states[default][one.ends[default]]
         self._marks = recordings[-1].ends if draw_all and recordings else {}
         self._ends = {stream: states[stream][end] for stream, end in self._marks.items()}
-        self._steps = plan(tape.ops, finals, states, self._ends)
+        self._steps, self._states = plan(tape.ops, finals, states, self._ends), states
         on_device = dispatch.default_generator(self.device)
         self._generators = {s: on_device if s.is_default else torch.Generator(s.generator.device) for s in states}
         self._drew: dict[Stream, int] = {}  # the last op that drew
@@ -119,6 +120,27 @@ class Player:
         starts = [recording.start for recording in tape.recordings]
         ends = [bisect(starts, index) for index in (*changes[:1], *changes[-1:])] or [1, 0]
         return tape.recordings[ends[0] - 1 : ends[1]]
+
+    def keep(self, finals: list[Final]) -> None:
+        """Compute these alone, each draw from a state of its own: other values, the same with whichever finals."""
+        self._marks, self._ends = {}, {}
+        for found in self._states.values():
+            digest = hashlib.sha256()
+            for at, state in enumerate(found):
+                if isinstance(state, State):
+                    digest = hashlib.sha256()
+                    hash_bytes(digest, state.value)
+                else:
+                    digest.update(b"next")
+                    generator = torch.Generator().manual_seed(int.from_bytes(digest.digest()[:7], "little"))
+                    found[at] = State(generator.get_state())
+        self._steps = plan(self._tape.ops, finals, self._states, {})
+
+    def drawn(self) -> int:
+        """Return how many random numbers will be drawn, if ops draw one for each element."""
+        drawn = (step.op for step in self._steps if step.op.stream is not None)
+        views = (view for op in drawn for view in [*op.outs, *(view for view, _ in op.writes)] if view is not None)
+        return sum(math.prod(view.size) for view in views)
 
     def compute(self) -> None:
         """Replay. Local; torch's default generator and dtype are as before afterwards."""

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 from shardkit._torch import is_wrapper, local_tensor
 from shardkit._torch.dispatch import tree_leaves, tree_map
 from shardkit._torch.steps import note_step
+from shardkit.boxes import Batch, ModelGroup, copy_into, holders, wire_device
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.local import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
 from shardkit.ranks import all_gather_bytes, together
 from shardkit.shards import Box, cut, dtensor_from_local, local_box
-from shardkit.state.boxes import Batch, ModelGroup, copy_into, holders, wire_device
 
 BUCKET_BYTES = 1 << 26  # of parameters, on each rank
 _Numbers = dict[tuple[Any, Any], Any]  # by place, a group's index or one of the two others, and name

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit import _fsdp
 from shardkit._fsdp.states import without_hooks
+from shardkit.boxes import EACH_ALONE, Move, gather, model_group, scatter
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
-from shardkit.state.boxes import EACH_ALONE, Move, gather, model_group, scatter
 from shardkit.state.model import parameter_names, refuse_meta
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import is_wrapper, local_tensor
+from shardkit.boxes import EACH_ALONE, Move, model_group, scatter, share
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
 from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, install, is_on_meta, target_device
 from shardkit.ranks import Groups, groups_of, together
 from shardkit.shards import as_sharded, local_value, wrapped_as
-from shardkit.state.boxes import EACH_ALONE, Move, model_group, scatter, share
 from shardkit.state.model import ModelState, clean_name, first_names, is_extra, model_state, refuse_meta
 
 logger = logging.getLogger("shardkit")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
+from shardkit.boxes import gather, model_group
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Poll, check_module, groups_of, together
 from shardkit.state.asleep import check_awake
-from shardkit.state.boxes import gather, model_group
 
 # Of torch.compile, checkpoint_wrapper, and FSDP1 and its drop-in.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

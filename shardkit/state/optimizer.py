@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch import is_wrapper
+from shardkit.boxes import gather, model_group
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value
 from shardkit.state.asleep import check_awake
-from shardkit.state.boxes import gather, model_group
 from shardkit.state.model import parameter_names
 
 # The option of an optimizer's first group for what its state_dict() holds besides parameters' state and groups: state

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardkit.boxes import EACH_ALONE, Move, model_group, scatter, share
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value, replicated
-from shardkit.state.boxes import EACH_ALONE, Move, model_group, scatter, share
 from shardkit.state.load import Source, Spec, load_groups, raise_listed, unwritten
 from shardkit.state.model import clean_name, parameter_names
 from shardkit.state.optimizer import (

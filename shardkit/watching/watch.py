@@ -226,12 +226,18 @@ class _Watch:
         with self._lock:
             calls, idle = tail(self.count, list(self._calls)), time.monotonic() - self._moved
         now = {"idle": idle, "beat": time.time_ns(), "left": left, "line": self._line()}
-        self._write(str(self._rank), calls | now | self._state)
+        record = calls | now | self._state
+        self._write(f"{self._rank} calls", record)
+        before = self.ranks[: self.ranks.index(self._rank)]
+        first = next((r for r in before if not (seen := self.peek(r)).record["left"] and not seen.gone), self._rank)
+        others = self._read(f"{first} calls") or NOTHING  # each rank compares itself with the first one
+        found = first_difference({first: others, self._rank: record})
+        short = {key: record[key] for key in ("idle", "beat", "left", "failed") if key in record}
+        self._write(str(self._rank), short | {"differs": found is not None and found.is_certain})
         if (heard := self._read("report")) and heard["report"] != self.report:
             self._hear(**heard)
-        before = (self.peek(rank) for rank in self.ranks[: self.ranks.index(self._rank)])
-        if not self._settled.is_set() and all(seen.record["left"] or seen.gone for seen in before):
-            self._compare({rank: self.peek(rank) for rank in self.ranks})
+        if not self._settled.is_set() and first == self._rank:
+            self._look({rank: self.peek(rank) for rank in self.ranks})
 
     def _write(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))
@@ -248,6 +254,15 @@ class _Watch:
         is_silent = now - at >= 3 * self._period + 0.5 and not record["left"]  # threads of a busy rank are late
         silence = "never entered the watch" if record is NOTHING else f"silent for {now - at:.0f} s"
         return Seen(record, now - at, silence if is_silent else "")
+
+    def _look(self, seen: Mapping[int, Seen]) -> None:
+        """Compare the calls of all ranks if one is lost, waits for long, or made other calls than this one."""
+        flagged = any(each.gone or each.record.get("failed") or each.record.get("differs") for each in seen.values())
+        if not flagged and max(each.idle for each in seen.values()) < self._after:
+            self._polls = 0
+            return
+        full = {rank: self._read(f"{rank} calls") or NOTHING for rank in self.ranks}
+        self._compare({rank: seen[rank]._replace(record=full[rank]) for rank in self.ranks})
 
     def _compare(self, seen: Mapping[int, Seen]) -> None:
         """Report if calls differ and all ranks made them, a rank is lost, or none is made for long."""

@@ -12,9 +12,9 @@ from state_models import LAYOUTS, Net, as_bytes, fsdp, hsdp, seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from shardkit import boxes
+from shardkit.boxes import EACH_ALONE, Move, gather, model_group, scatter
 from shardkit.shards import local_value
-from shardkit.state import boxes
-from shardkit.state.boxes import EACH_ALONE, Move, gather, model_group, scatter
 from shardkit.testing import comm_counts, distributed
 
 MESHES = {(4,): ["dp"], (2, 2): ["dp", "tp"], (2, 1, 2): ["dp", "cp", "tp"]}

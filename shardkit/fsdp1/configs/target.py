@@ -297,7 +297,9 @@ def _differences(target: Target, model: nn.Module | None) -> Iterator[tuple[bool
     yield target.sync_module_states and not target.rank0_loads, "noted", "sync_module_states", alike
     dtypes = f"parameters in {precision.param}, gradients in {precision.reduce}"
     mixed = precision.reduce not in (precision.param, None) or precision.param not in _DTYPES
-    yield mixed, "refused", dtypes, "accelerate's file has one mixed_precision for both. Use --to torch."
+    policy = f"MixedPrecisionPolicy({precision.param}, {precision.reduce or precision.param}, {precision.output})"
+    one = "accelerate's file has one mixed_precision for both. After Accelerator(...) the program sets "
+    yield mixed, "noted", dtypes, f"{one}accelerator.state.fsdp_plugin.mixed_precision_policy = {policy}."
     inputs, casts = "vision blocks take inputs as they are", "accelerate casts the inputs of every unit."
     matters = model is not None and any(_towers_of(model))
     yield not target.vision_casts and (model is None or matters), "refused" if matters else "noted", inputs, casts

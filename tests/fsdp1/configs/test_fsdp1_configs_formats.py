@@ -252,6 +252,11 @@ def test_vision_blocks_take_inputs_as_they_are_and_ends_are_units():
     blocks = dict.fromkeys(("model.embed", "lm_head", *(f"model.layers.{i}" for i in range(3)), "(root)"), True)
     assert casts == towers | blocks
     assert all(unit.reshard_after_forward is True for unit in plan.units)
+    (policy,) = notes_on_accelerate(read(roll()).target, Decoder())  # its default, which accelerate's file cannot say
+    assert policy.support == "noted"
+    assert policy.sentence.endswith(
+        "mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None)."
+    )
     target = read(roll(param_dtype="bf16", reduce_dtype="bf16")).target
     for model, expected in ((None, ["noted"]), (Decoder(), []), (Vision(), ["refused"])):
         assert [note.support for note in notes_on_accelerate(target, model)] == expected

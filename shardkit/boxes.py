@@ -108,6 +108,13 @@ def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple
     return known[key]
 
 
+def _in_replica_of(tensor: DTensor, root: int) -> bool:
+    """Whether this rank is in the same replica as the root, without a list of all that are. Pure."""
+    own, at = tensor.device_mesh.get_coordinate(), coordinates(tensor.device_mesh)[root]
+    assert own is not None, "a rank outside its parameters' mesh"
+    return all(hasattr(place, "dim") or a == b for place, a, b in zip(tensor.placements, own, at, strict=True))
+
+
 def in_boxes(tensor: DTensor) -> bool:
     """Whether ranks hold boxes of a tensor: no partial sums, and no ragged shards."""
     return all(place.is_replicate() or isinstance(getattr(place, "dim", None), int) for place in tensor.placements)
@@ -275,12 +282,14 @@ def _gather_boxes(
 ) -> Tensor | None:
     """Add the messages that gather a tensor to the root, or to all (None); return the full one where it goes."""
     rank, own = dist.get_rank(), local_value(like)
-    boxes = dict(holders(like, coordinates(like.device_mesh)[rank if root is None else root]))
-    for peer in {*boxes} if root is None else {root} if rank in boxes else ():
+    if root not in (None, rank):
+        if _in_replica_of(like, root):
+            batch.send(own, sent, root)
+        return None
+    boxes = dict(holders(like, coordinates(like.device_mesh)[rank]))
+    for peer in boxes if root is None else ():
         if peer != rank:
             batch.send(own, sent, peer)
-    if root not in (None, rank):
-        return None
     full = torch.empty(like.shape, dtype=dtype, device=device)
     for holder, box in boxes.items():
         if holder == rank:
@@ -320,14 +329,16 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
 
 
 def _scatter_boxes(like: DTensor, full: Tensor | None, sent: torch.dtype, batch: Batch, root: int) -> None:
-    own, boxes = local_value(like), dict(holders(like, coordinates(like.device_mesh)[root]))
-    if full is None and dist.get_rank() in boxes:
-        batch.receive(own, sent, root)
-    for holder, part in [(each, cut(full, box)) for each, box in boxes.items()] if full is not None else ():
+    own = local_value(like)
+    if full is None:
+        if _in_replica_of(like, root):
+            batch.receive(own, sent, root)
+        return
+    for holder, box in holders(like, coordinates(like.device_mesh)[root]):
         if holder == root:
-            copy_into(own, part)
+            copy_into(own, cut(full, box))
         else:
-            batch.send(part, sent, holder)
+            batch.send(cut(full, box), sent, holder)
 
 
 def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.device) -> None:
