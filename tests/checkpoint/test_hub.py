@@ -3,6 +3,10 @@
 import copy
 import json
 import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.save_and_load import load_peft_weights
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -192,6 +197,64 @@ def test_a_stream_holds_one_bucket_and_its_arguments_are_checked():
     odd = ("hub", "model")[dist.get_rank()]
     with pytest.raises(ShardkitError, match="in names"):
         next(named_full_tensors(model, names=odd))
+
+
+class Engine:
+    """A stand-in: its weights have the hub's names, and no others may come."""
+
+    def __init__(self, directory) -> None:
+        self.weights = files_of(directory)
+        self.missing = set(self.weights)
+
+    def update(self, bucket) -> None:
+        for name, tensor in bucket.items():
+            self.weights[name].copy_(tensor)  # KeyError of another name, RuntimeError of another shape
+            self.missing.discard(name)
+
+
+class Host(NamedTuple):
+    """An engine as the trainer sees it, which answers when it has loaded a file."""
+
+    group: dist.ProcessGroup
+
+    def load(self, file: str) -> None:
+        dist.broadcast_object_list([file], src=0, group=self.group)
+        dist.barrier(self.group)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_vl"])
+@distributed(world_size=4, backend="gloo")
+def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
+    """Two ranks train, and two are an engine that has other weights."""
+    rank, page = dist.get_rank(), (Path(__file__).parents[2] / "docs" / "loading-weights.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "put(bucket" in block]
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "named_full_tensors": named_full_tensors}
+    exec(blocks[0], names)
+    exec(blocks[1].replace("[0, 3]", "[0, 2, 3]").replace("send(model", "()  # "), names)
+    assert len(blocks) == 3
+    mesh, plain = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp_shard",)), made(name, 1).bfloat16()
+    if rank == 0:
+        made(name, 2).save_pretrained(tmp_path / "other")
+        plain.save_pretrained(tmp_path / "wanted")
+    dist.barrier()
+    if rank < 2:
+        model = shard_model(made(name, 1), mesh=mesh)
+        names["send"](model, names["put"], 20_000)
+        exec(blocks[2], names)
+        names["send"](model, partial(names["put"], engine=Host(names["to_engine"]), file=tmp_path / "bucket"), 20_000)
+        return
+    engine, buckets = Engine(tmp_path / "other"), list(names["receive"]())
+    largest = max(tensor.nbytes for tensor in engine.weights.values())
+    for bucket in buckets:
+        assert 0 < sum(tensor.nbytes for tensor in bucket.values()) <= max(20_000, largest)
+        dist.broadcast_object_list(file := [None], src=0, group=names["to_engine"])
+        assert_equal(load_file(file[0]), bucket)
+        dist.barrier(names["to_engine"])
+        engine.update(bucket)
+    assert not engine.missing
+    assert_equal({name: tensor.bfloat16() for name, tensor in engine.weights.items()}, files_of(tmp_path / "wanted"))
+    with pytest.raises(KeyError):
+        engine.update(plain.state_dict())
 
 
 # ---- one process: what is beside the weights -------------------------------------------------------------------

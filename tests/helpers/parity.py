@@ -9,6 +9,7 @@ compared where they are exact, on integers, in ``tests/grads``.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from zoo import ZOO, Entry
 
-from shardkit import ShardingPlan, plan_model, shard_model
+from shardkit import ShardingPlan, accumulate, plan_model, shard_model
 from shardkit.optim import step_on_local_shards
 
 OPTIMIZERS = {
@@ -31,13 +32,18 @@ PLAIN = {"adamw on local shards": "adamw"}
 
 
 def one_counts(
-    name: str, mesh: tuple[int, ...] = (4,), optimizer: str = "adamw", steps: int = 3, **options: Any
+    name: str | Entry,
+    mesh: tuple[int, ...] = (4,),
+    optimizer: str = "adamw",
+    steps: int = 3,
+    micro_batches: int = 1,
+    **options: Any,
 ) -> None:
-    """Train entry ``name`` of the zoo and its copy under ``shard_model(copy, **options)``: all bits are equal.
+    """Train an entry, or that of a name in the zoo, and its copy under ``shard_model(copy, **options)``: equal bits.
 
     With an ``mp_policy`` the plain gradients come from a copy that is cast as FSDP2 casts.
     """
-    entry, plain, sharded, plan = _copies(name, mesh, options)
+    entry, plain, sharded, plan = _copies(name if isinstance(name, Entry) else ZOO[name], mesh, options)
     compute = _cast_copy(entry, plan) if "mp_policy" in options else plain
     optimizers = [OPTIMIZERS[PLAIN.get(optimizer, optimizer)](plain.parameters())]
     optimizers.append(OPTIMIZERS[optimizer](sharded.parameters()))
@@ -45,9 +51,12 @@ def one_counts(
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(steps):
         counts = float(rank == step % world)
-        _backward(entry, compute, sharded, step, counts)
-        for param, twin in zip(plain.parameters(), compute.parameters(), strict=True):
-            param.grad = None if twin.grad is None else twin.grad.to(param.dtype)
+        for number in range(step * micro_batches, (step + 1) * micro_batches):
+            is_last = number == (step + 1) * micro_batches - 1
+            with accumulate(sharded, last=is_last) if micro_batches > 1 else nullcontext():
+                _backward(entry, compute, sharded, number, counts)
+            _add_gradients(plain, compute)
+        _sum_over_ranks_(plain, zeros=entry.uneven)
         problems = _differences("gradient", _grads(plain), _grads(sharded))
         for each in optimizers:
             each.step()
@@ -61,9 +70,8 @@ def one_counts(
 
 
 def _copies(
-    name: str, mesh: tuple[int, ...], options: dict[str, Any]
+    entry: Entry, mesh: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[Entry, nn.Module, nn.Module, ShardingPlan]:
-    entry = ZOO[name]
     torch.manual_seed(0)
     plain = entry.build()
     torch.manual_seed(0)
@@ -148,18 +156,25 @@ def _ties(model: nn.Module) -> set[tuple[str, ...]]:
     return {tuple(fqns) for fqns in groups.values()}
 
 
-def _backward(entry: Entry, plain: nn.Module, sharded: nn.Module, step: int, counts: float) -> None:
-    """Both backwards, and the mean of the plain gradients over the ranks."""
-    batch = entry.batch(step * dist.get_world_size() + dist.get_rank())
+def _backward(entry: Entry, plain: nn.Module, sharded: nn.Module, number: int, counts: float) -> None:
+    """Both backwards of a micro-batch; the mean over the ranks of the plain gradients is their sum."""
+    batch = entry.batch(number * dist.get_world_size() + dist.get_rank())
     expected = entry.loss(plain, batch)
     (expected * (counts / dist.get_world_size())).backward()
     loss = entry.loss(sharded, batch)
     (loss * counts).backward()
-    problems = [] if expected.isfinite() else [f"the plain loss in step {step} is {expected}"]
+    problems = [] if expected.isfinite() else [f"the plain loss {number} is {expected}"]
     if not torch.equal(loss, expected):
-        problems.append(f"loss in step {step}: {loss.item()!r} for {expected.item()!r}")
+        problems.append(f"loss {number}: {loss.item()!r} for {expected.item()!r}")
     _raise_together(problems)
-    _sum_over_ranks_(plain, zeros=entry.uneven)
+
+
+def _add_gradients(plain: nn.Module, compute: nn.Module) -> None:
+    """Add the gradients of a micro-batch in the parameters' own dtype, as FSDP2 adds them in ``reduce_dtype``."""
+    for param, twin in zip(plain.parameters(), compute.parameters(), strict=True):
+        if twin is not param and twin.grad is not None:
+            grad, twin.grad = twin.grad.to(param.dtype), None
+            param.grad = grad if param.grad is None else param.grad + grad
 
 
 def _sum_over_ranks_(model: nn.Module, zeros: bool) -> None:

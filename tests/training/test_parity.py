@@ -8,14 +8,17 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import matrix
 import parity
 import pytest
 import torch
+from meshes import mesh_of
 from random_models import GOOD, drawn, outcomes
+from sent_bytes import GATHER, SentBytes
 from torch.distributed.fsdp import FSDPModule
 from zoo import ZOO
 
-from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 from shardkit.testing import distributed
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -66,6 +69,28 @@ def test_settings_on_4_ranks(setting, name):
 @distributed(world_size=4, backend="gloo")
 def test_hsdp(name):
     parity.one_counts(name, mesh=(2, 2), optimizer="sgd", steps=3)
+
+
+@distributed(world_size=4, backend="gloo", timeout=600)
+def test_settings_that_meet_as_the_docs_say():
+    cells = matrix.pairs()
+    assert matrix.seen(cells) == {cell: matrix.on_page()[cell] for cell in cells}
+
+
+@distributed(world_size=4, backend="gloo", timeout=600)
+def test_float8_weights_are_gathered_in_float8():
+    pytest.importorskip("torchao")
+    cells = [cell for cell in matrix.pairs() if cell[1] == "False"]  # not compiled, which takes long
+    assert matrix.seen(cells, "float8") == dict.fromkeys(cells, "exact")
+    sent = []
+    for build in (matrix.Net, matrix.float8_net):
+        torch.manual_seed(0)
+        model = shard_model(build(), mesh=mesh_of((4,)))
+        with SentBytes() as counts:
+            model(**matrix.NET.batch(0)).sum().backward()
+        sent.append(counts.bytes[GATHER])
+    weights = sum(param.numel() for name, param in model.layers.named_parameters() if param.ndim == 2)
+    assert sent[0] - sent[1] == 2 * weights * (4 - 1) / 4  # in forward and backward; of this rank
 
 
 # Random models.
