@@ -69,7 +69,8 @@ def policy_of(name: str) -> Callable[..., CheckpointPolicy]:
     is_saved = itertools.cycle([True, False])
 
     def policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saves = next(is_saved) if op.name() in _PRODUCTS else "attention" in op.name()
+        is_attention = "attention" in op.name() or "attn" in op.name()  # torch's, and FlashAttention's own
+        saves = next(is_saved) if op.name() in _PRODUCTS else is_attention
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

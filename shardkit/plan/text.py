@@ -174,7 +174,7 @@ def selective():  # saves attention and every other matrix product
 
     def policy(_, op, *args, **kwargs):
         is_product = op.name() in ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
-        saves = next(is_saved) if is_product else "attention" in op.name()
+        saves = next(is_saved) if is_product else "attention" in op.name() or "attn" in op.name()
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
