@@ -31,10 +31,6 @@ def checkpointed(
         fqn: its name, for errors.
         policy: True recomputes all; else as :func:`policy_of` takes it.
         to_compile: it will be compiled, and has no buffers. The compiler takes no contexts but torch's selective ones.
-
-    Raises:
-        ShardkitError: in forward, if the module is given a key-value cache, which it would fill twice. Models of
-            transformers make one in training too.
     """
     forward = module.forward
     run = functools.partial(checkpoint, forward, use_reentrant=False)

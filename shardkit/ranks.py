@@ -71,9 +71,6 @@ def groups_of(model: nn.Module) -> Groups:
     """Return the process groups of all axes of the meshes of a model's parameters, in order of appearance.
 
     Together they reach every rank that holds a shard of the model. Empty for a plain model. Local.
-
-    Raises:
-        ShardkitError: it is not a module.
     """
     check_module(model)
     params = [param for _, param in named_sharded_parameters(model)]  # also while units are left unsharded

@@ -100,10 +100,6 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
     Its first call with more tokens than tiles, in each mode of training and with each set of tensors, computes half of
     the first tile alone too, and raises if that differs: a module that mixes tokens, as attention does, would be
     silently wrong. Fewer tokens are not cut before that.
-
-    Raises:
-        ShardkitError: in forward: the module mixes tokens, draws random numbers other than those of dropout modules, or
-            does not return one tensor with a row for each token.
     """
     forward: Callable[..., Tensor] = module.forward
     checked, decided = set[tuple[bool, frozenset[str]]](), dict[str, bool]()

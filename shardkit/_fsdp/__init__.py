@@ -45,11 +45,7 @@ class FSDPUnit(Protocol):
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
-    """The units of every FSDP module of the model, each once, parents first. Local, pure.
-
-    Raises:
-        ShardkitError: this torch does not have what shardkit reads and sets of a unit.
-    """
+    """The units of every FSDP module of the model, each once, parents first. Local, pure."""
     units = [unit for state in states_of(model.modules()) for unit in units_of(state)]
     for name in FSDPUnit.__annotations__ if units else ():
         if not hasattr(units[0], name):  # setting an attribute that torch has renamed would silently do nothing

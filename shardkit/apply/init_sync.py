@@ -28,11 +28,7 @@ def states_of(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tens
 
 
 def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
-    """Return what must be equal on all ranks besides the plan, by the name that an error gives it. Local, pure.
-
-    Raises:
-        PlanError: ``sync_module_states`` with a tensor that cannot be broadcast.
-    """
+    """Return what must be equal on all ranks besides the plan, by the name that an error gives it. Local, pure."""
     states = states_of(model) if sync_module_states else {}
     opaque = [fqn for fqn, state in states.items() if _is_opaque(state)]
     if opaque:
@@ -48,9 +44,6 @@ def check_same_start(model: nn.Module, ignored: Collection[str], groups: Groups,
 
     A sample of each tensor is compared bit by bit, by one all-reduce of 16 bytes. Tensors on meta are left out, and
     other axes of the model's mesh, such as a tensor-parallel one. ``ignored`` parameters may differ between ranks.
-
-    Raises:
-        PlanError: naming the first tensor that differs and the ranks, or tensors that are on meta on some ranks only.
     """
     if all(dist.get_world_size(group) == 1 for group in groups):
         return

@@ -67,11 +67,7 @@ def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
 
 
 def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
-    """Return the MeshSpec of what a user passed as ``mesh``; local. None is all ranks in one axis.
-
-    Raises:
-        PlanError: not a mesh, or one with several axes and without names.
-    """
+    """Return the MeshSpec of what a user passed as ``mesh``; local. None is all ranks in one axis."""
     if isinstance(mesh, MeshSpec):
         return mesh
     if mesh is None:

@@ -205,9 +205,6 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
     Args:
         path: a safetensors file; an index (``*.index.json``); or a directory, such as a snapshot in the hub's cache:
             ``model.safetensors``, else ``model.safetensors.index.json``, else its only index or safetensors file.
-
-    Raises:
-        CheckpointError: there is no such file, it breaks a rule of its format, or it leads out of its directory.
     """
     start = Path(path)
     try:

@@ -23,10 +23,6 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
         make: makes a plan of ``tree``; called again with what was found.
         batch: one rank's micro-batch; values are not read.
         is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
-
-    Raises:
-        PlanError: the user's rules made units whose parameters are used outside of them (the error names all), or the
-            model does not run on fake tensors.
     """
     notes: list[str] = []
     while True:

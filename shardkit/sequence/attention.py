@@ -184,11 +184,7 @@ def _apart(function: _MaskFunction, positions: Tensor) -> _MaskFunction:
 
 
 def _of_whole(function: _MaskFunction, mask: Tensor | None) -> _MaskFunction:
-    """Return a mask function of transformers with what it holds of a part replaced by the whole's, or left out.
-
-    Raises:
-        PlanError: it is not one of transformers' own, or holds tensors that only the model knows.
-    """
+    """Return a mask function of transformers with what it holds of a part replaced by the whole's, or left out."""
     maker, held = _maker(function), inspect.getclosurevars(function).nonlocals
     if maker in ("and_masks", "or_masks"):
         inside = [each for each in held["mask_functions"] if _maker(each) != "packed_sequence_mask_function"]

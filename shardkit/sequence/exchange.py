@@ -48,11 +48,7 @@ class Heads(NamedTuple):
 
 
 def deal(queries: int, keys: int, ranks: int) -> Heads:
-    """Deal ``queries`` query heads and ``keys`` key and value heads to ``ranks``.
-
-    Raises:
-        PlanError: the query heads cannot be divided by the ranks, or by the key heads.
-    """
+    """Deal ``queries`` query heads and ``keys`` key and value heads to ``ranks``."""
     if queries % ranks or queries % keys:
         problem = f"has {queries} query heads and {keys} key and value heads, on {ranks} ranks"
         rule = "Each rank computes the same number of query heads, and each key head serves the same number of them"

@@ -186,10 +186,6 @@ def plan_load(
         offered: a :class:`Spec` for each tensor, and other values.
         request: how both may differ.
         dtypes: dtypes that tensors are loaded as, instead of their own.
-
-    Raises:
-        ShardkitError: of the request's class, listing every name that is missing, unexpected, mapped to twice, or of
-            a different shape or dtype.
     """
     renamed = [(rename(name, request.key_map), name) for name in offered]
     sources = {new: name for new, name in reversed(renamed) if new is not None}

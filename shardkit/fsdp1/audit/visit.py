@@ -63,11 +63,7 @@ class Finding:
 
 
 def findings_of(path: str, text: str) -> list[Finding]:
-    """Return the uses of FSDP1 in a program, in order of place; ``path`` is for the findings.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError: it is not Python 3, holds a null byte, or is nested too deeply.
-    """
+    """Return the uses of FSDP1 in a program, in order of place; ``path`` is for the findings."""
     visitor = _Visitor(path, text)
     visitor.visit(visitor.tree)
     visitor.optimizers()

@@ -33,9 +33,6 @@ def construct(module: nn.Module, given: Arguments, wrap: Wrap) -> Record:
 
     Returns:
         The record for the wrapper of ``module`` itself.
-
-    Raises:
-        TranslationError, PlanError: on every rank, with the module unchanged; each is a ValueError too.
     """
     ensure_process_group()
     wrapped = [fqn for fqn, child in module.named_modules() if is_wrapper(child) and child is not module]

@@ -276,11 +276,7 @@ def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:
 
 
 def _attribute(wrapper: nn.Module, module: object, name: str) -> Any:
-    """Return FSDP1's attribute of that name, or the wrapped module's.
-
-    Raises:
-        AttributeError: there is none; also a TranslationError where FSDP1's wrapper had one.
-    """
+    """Return FSDP1's attribute of that name, or the wrapped module's."""
     record = record_of(wrapper)
     if name in _OF_RECORD:
         return _OF_RECORD[name](record)

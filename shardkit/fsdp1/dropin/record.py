@@ -96,11 +96,7 @@ def wrappers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def wrappers_or_refuse(model: nn.Module, name: str) -> list[nn.Module]:
-    """Return ``wrappers_of(model)`` for a static method of FSDP1's. Local, pure.
-
-    Raises:
-        TranslationError: there is none, and FSDP2 shards the model: the method would do nothing.
-    """
+    """Return ``wrappers_of(model)`` for a static method of FSDP1's. Local, pure."""
     found = wrappers_of(model)
     if not found and any(isinstance(module, FSDPModule) for module in model.modules()):
         rule = "It is for models wrapped by FullyShardedDataParallel, and would do nothing"

@@ -46,11 +46,7 @@ def _preparation_data(name: str) -> dict[str, Any]:
 
 
 def find(name: str, as_module: bool = False) -> tuple[CodeType, dict[str, Any]]:
-    """Return the code of a file, a folder with a ``__main__.py``, or a module by name, and what its globals begin with.
-
-    Raises:
-        ShardkitError: there is none.
-    """
+    """Return the code of a file, a folder with a ``__main__.py``, or a module by name, and its first globals."""
     if as_module:
         spec = _spec_of(name)
         code = spec.loader.get_code(spec.name)

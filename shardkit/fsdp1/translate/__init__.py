@@ -156,11 +156,7 @@ def _precision_of(each: Wrapped | None, given: Arguments) -> fsdp.MixedPrecision
 def _unit_settings(
     tree: ModelTree, wrapped: Sequence[Wrapped], given: Arguments, strategy: fsdp.ShardingStrategy
 ) -> Callable[[Wrapped | None], Overrides]:
-    """Return a function that maps a wrapped module, or None for the root, to the settings of its unit.
-
-    Raises:
-        TranslationError: a CustomPolicy sets for one module what only the whole model can have in FSDP2.
-    """
+    """Return a function that maps a wrapped module, or None for the root, to the settings of its unit."""
     for each in wrapped:
         _check_own(tree, each, strategy)
     innermost = _innermost(tree, wrapped)

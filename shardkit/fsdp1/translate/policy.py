@@ -49,9 +49,6 @@ def wrapped_by(
 
     ``arguments`` are FSDP1's, which are passed to a policy object. As in FSDP1, the ``_module_classes_to_ignore`` of
     mixed precision, by default BatchNorm, are wrapped separately.
-
-    Raises:
-        TranslationError: ``policy`` is not a policy, or it raised.
     """
     if policy is None:
         return []
@@ -126,11 +123,7 @@ def _ask_each(
 
 
 def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ignored:
-    """Return what FSDP1 would ignore: the modules with all below them, and their or the given parameters.
-
-    Raises:
-        TranslationError: both are given, an element has another type, or nothing is left to shard.
-    """
+    """Return what FSDP1 would ignore: the modules with all below them, and their or the given parameters."""
     if ignored_modules is not None and ignored_states is not None:
         raise _error("ignored_states", "is given together with ignored_modules", "Pass ignored_states alone")
     modules = _listed("ignored_modules", ignored_modules, nn.Module, "nn.Module")

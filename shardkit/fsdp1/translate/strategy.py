@@ -112,11 +112,7 @@ class Place(NamedTuple):
 def place_of(
     strategy: ShardingStrategy, process_group: Any, device_mesh: Any, ranks_per_node: int | None, world_size: int | None
 ) -> Place:
-    """Return the mesh on which FSDP1 would shard; local.
-
-    Raises:
-        TranslationError: arguments contradict each other or the strategy, or do not include this rank.
-    """
+    """Return the mesh on which FSDP1 would shard; local."""
     if process_group is not None and device_mesh is not None:
         raise _error("device_mesh", "is given together with process_group, and each defines the mesh", "Pass one")
     if device_mesh is not None:
@@ -128,11 +124,7 @@ def place_of(
 
 
 def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
-    """Return groups that together reach all ranks that shard; the world if the arguments are invalid.
-
-    Raises:
-        TranslationError: this rank is in none of them, so no other rank waits for it.
-    """
+    """Return groups that together reach all ranks that shard; the world if the arguments are invalid."""
     if isinstance(device_mesh, DeviceMesh):
         _check_member("device_mesh", device_mesh.get_coordinate() is not None)
         return device_mesh.get_all_groups()
