@@ -39,6 +39,7 @@ class FSDPUnit(Protocol):
     all_reduce_grads: bool
     gradient_divide_factor: float | None  # None: the number of ranks
     reduce_scatter_unused_params: bool
+    unshard: Callable[..., Any]
     post_backward: Callable[..., None]
     finalize_backward: Callable[[], None]  # called for each unit below the root when a backward ends
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardkit._fsdp import fsdp_units
 from shardkit._torch.dispatch import tree_leaves
 from shardkit.errors import ShardkitError, message
 from shardkit.shards import local_value
@@ -37,10 +39,12 @@ def sleep(model: nn.Module | None = None, optimizer: Optimizer | Iterable[Optimi
 
     Local, in place: parameters, DTensors and state stay the same objects, so optimizers, schedulers and hooks stay
     valid, and :func:`wake` brings the values back. The CPU memory is kept for the next time. Until then a forward, a
-    step, and saving raise. The host waits for the device once, at the end.
+    gather, a step, and state dicts raise; torch may end the process where other code reads a value. The host waits for
+    the device once, at the end.
 
     What is on the device is what moves: units offloaded to the CPU stay. On a CPU mesh it does the same within CPU
-    memory, so that programs can be tested. Gradients that wait for their reduction (``accumulate``) stay.
+    memory, so that programs can be tested. Gradients that wait for their reduction (``accumulate``) stay. Memory that
+    several modules share moves with the first, except frozen parameters of an average, which are its model's.
 
     Args:
         model: sharded or plain, or an average of :func:`sharded_average`; units still gathered are resharded. None
@@ -74,6 +78,8 @@ def wake(model: nn.Module | None = None, optimizer: Optimizer | Iterable[Optimiz
             bed.spare[host.nbytes].append(host)
         for hook in bed.hooks:
             hook.remove()
+        for unit in fsdp_units(holder) if bed.hooks and isinstance(holder, nn.Module) else ():
+            del unit.unshard
         bed.moved, bed.hooks = [], []
 
 
@@ -94,7 +100,8 @@ def _resident(holder: nn.Module | Optimizer) -> list[UntypedStorage]:
         for module in holder.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        params = list(holder.parameters())
+        borrowed = getattr(holder, "borrowed", ())
+        params = [param for param in holder.parameters() if param not in borrowed]
         tensors = [*params, *holder.buffers(), *(param.grad for param in params)]
     else:
         params = [param for group in holder.param_groups for param in group["params"]]
@@ -103,7 +110,9 @@ def _resident(holder: nn.Module | Optimizer) -> list[UntypedStorage]:
     device = next(iter(types - {"cpu"}), "cpu")
     plain = [part for each in tensors if isinstance(each, Tensor) for part in _parts(local_value(each))]
     storages = dict.fromkeys(part.untyped_storage() for part in plain if part.device.type == device)
-    return [each for each in storages if each.nbytes() and (device != "cpu" or each.resizable())]  # numpy's are not
+    moving = [each for each in storages if each.nbytes()]
+    # On the CPU not those that files, numpy or other processes share.
+    return [each for each in moving if device != "cpu" or (each.resizable() and not each.is_shared())]
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
@@ -122,13 +131,19 @@ def _copied(storage: UntypedStorage, bed: _Bed) -> Tensor:
 
 
 def _guards(holder: nn.Module | Optimizer) -> list[RemovableHandle]:
-    """Make a forward or a step raise: a kernel that reads freed memory ends the process, or worse."""
+    """Make what reads values raise: a kernel that reads freed memory ends the process, or worse."""
     if isinstance(holder, Optimizer):
-        return [holder.register_step_pre_hook(_refuse)]
-    entries = {holder, *(module for module in holder.modules() if isinstance(module, FSDPModule))}
-    return [module.register_forward_pre_hook(_refuse, prepend=True) for module in entries]
+        hooks = [holder.register_step_pre_hook(_refuse)]
+    else:
+        for unit in fsdp_units(holder):  # for methods that gather, and backward
+            unit.unshard = functools.partial(_refuse, holder)
+        entries = {holder, *(module for module in holder.modules() if isinstance(module, FSDPModule))}
+        hooks = [module.register_forward_pre_hook(_refuse, prepend=True) for module in entries]
+    for each in holder.modules() if isinstance(holder, nn.Module) else [holder]:
+        hooks += [each.register_state_dict_pre_hook(_refuse), each.register_load_state_dict_pre_hook(_refuse)]
+    return hooks
 
 
-def _refuse(holder: object, *args: Any) -> NoReturn:
+def _refuse(holder: object, *args: Any, **kwargs: Any) -> NoReturn:
     rule = "sleep() has moved its memory to the CPU"
     raise ShardkitError(message(type(holder).__name__, "is asleep", rule, "Call wake(model, optimizer) first"))

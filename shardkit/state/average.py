@@ -52,8 +52,11 @@ class ShardedAverage(nn.Module):
         self.module = nn.Module()
         self.register_buffer("n_averaged", torch.zeros((), dtype=torch.long, device="cpu"))
         copies: dict[Tensor, Tensor] = {}  # of tied ones, one
+        self.borrowed: set[Tensor] = set()  # the model's own, which sleep leaves
         for name, tensor in tensors.items():
             is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            if is_frozen:
+                self.borrowed.add(tensor)
             if tensor not in copies:
                 made = nn.Parameter if isinstance(tensor, nn.Parameter) else nn.Buffer
                 copies[tensor] = tensor if is_frozen else made(tensor.detach().clone())

@@ -14,6 +14,7 @@ from shardkit._fsdp.states import without_hooks
 from shardkit.boxes import EACH_ALONE, Move, gather, model_group, scatter
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
+from shardkit.state.asleep import check_awake
 from shardkit.state.model import parameter_names, refuse_meta
 
 
@@ -81,6 +82,7 @@ def _gathered(
     if _fsdp.is_under_way(model):
         rule, fix = "Parameters cannot be replaced while in use", "Call it before the forward or after backward"
         raise ShardkitError(message("full_params", "was called in a forward or backward", rule, fix))
+    check_awake(model)
     own = None if recurse else set(_fsdp.own_parameters(model))
     names = {param: name for param, name in parameter_names(model).items() if hasattr(param, "device_mesh")}
     names = {param: name for param, name in names.items() if own is None or param in own}

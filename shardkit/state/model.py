@@ -16,7 +16,6 @@ from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_
 from shardkit.boxes import gather, model_group
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Poll, check_module, groups_of, together
-from shardkit.state.asleep import check_awake
 
 # Of torch.compile, checkpoint_wrapper, and FSDP1 and its drop-in.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -64,7 +63,6 @@ def model_state(model: nn.Module) -> ModelState:
     shard may have no memory.
     """
     check_module(model)
-    check_awake(model)
     with live_tensors():
         found = model.state_dict(keep_vars=True)
     names = [clean_name(name) for name in found]

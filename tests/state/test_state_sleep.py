@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit import ShardkitError, shard_model, sharded_average, step_on_local_shards
+from shardkit import ShardkitError, full_params, shard_model, sharded_average, step_on_local_shards
 from shardkit.state import sleep, wake
 from shardkit.testing import distributed
 
@@ -23,6 +23,9 @@ class Uneven(nn.Module):
 
     def forward(self, x):
         return self.gain * self.body(x)
+
+    def first(self, x):
+        return self.body[0](x)
 
 
 def trained(shape: tuple[int, ...], naps: bool, local: bool) -> list[torch.Tensor]:
@@ -78,21 +81,47 @@ def test_training_with_naps_is_training_without(local):
 
 @distributed(world_size=2, backend="gloo")
 def test_what_needs_the_values_raises_until_wake(tmp_path):
-    model = shard_model(Uneven())
+    model, x = shard_model(Uneven(), forward_methods=["first"]), torch.ones(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 3)).sum().backward()
+    model(x).sum().backward()
     optimizer.step()
     sleep(model, optimizer)
     sleep(model, optimizer)  # already
     with pytest.raises(ShardkitError, match=r"FSDPUneven is asleep.*Call wake\(model, optimizer\) first"):
-        model(torch.ones(2, 3))
+        model(x)
     with pytest.raises(ShardkitError, match="AdamW is asleep"):
         optimizer.step()
-    with pytest.raises(ShardkitError, match="FSDPUneven is asleep"):
-        shardkit.full_state_dict(model)
+    reads = [model.state_dict, lambda: shardkit.full_state_dict(model), lambda: full_params(model).__enter__()]
+    reads += [model.unshard, lambda: model.first(x), lambda: model.load_state_dict({})]
+    for read in reads:
+        with pytest.raises(ShardkitError, match="FSDPUneven is asleep"):
+            read()
+    with pytest.raises(ShardkitError, match="AdamW is asleep"):
+        optimizer.state_dict()
     wake(model)
+    assert model.first(x).shape == (2, 7)
     with pytest.raises(ShardkitError, match="AdamW is asleep"):
         shardkit.save_checkpoint(tmp_path / "a", model, optimizer)
     wake(model, optimizer)
     wake(model, optimizer)
     shardkit.save_checkpoint(tmp_path / "a", model, optimizer)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_an_average_sleeps_without_the_frozen_parameters_of_its_model():
+    model = Uneven()
+    model.body[0].requires_grad_(False)
+    average = sharded_average(shard_model(model))
+    sleep(average)
+    model(torch.ones(2, 3))
+    with pytest.raises(ShardkitError, match="is asleep"):
+        average.update_parameters(model)
+    wake(average)
+    average.update_parameters(model)
+
+
+def test_memory_that_processes_share_stays():
+    model = nn.Linear(2, 2).share_memory()
+    sleep(model)
+    wake(model)
+    assert torch.equal(model(torch.zeros(2)), model.bias)
