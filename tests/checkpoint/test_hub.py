@@ -226,7 +226,7 @@ class Host(NamedTuple):
 @distributed(world_size=4, backend="gloo")
 def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
     """Two ranks train, and two are an engine that has other weights."""
-    rank, page = dist.get_rank(), (Path(__file__).parents[2] / "docs" / "loading-weights.md").read_text()
+    rank, page = dist.get_rank(), (Path(__file__).parents[2] / "docs" / "saving-and-loading.md").read_text()
     blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "put(bucket" in block]
     names: dict[str, Any] = {"torch": torch, "dist": dist, "named_full_tensors": named_full_tensors}
     exec(blocks[0], names)
