@@ -138,6 +138,8 @@ class _Unpickler(pickle.Unpickler):
         """Return the class of a name in the pickle, if torch writes it there."""
         if (module, name) in _ADMITTED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enums by it
+            return lambda enum, member: enum.__members__[member]
         raise pickle.UnpicklingError(f"{DCP_NAME} has a pickled {module}.{name}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import json
 import os
 import pickle
@@ -48,6 +50,24 @@ def dcp_directory(path: Path) -> Path:
 def change_metadata(path: Path, change) -> None:
     found = pickle.loads((path / ".metadata").read_bytes())
     (path / ".metadata").write_bytes(pickle.dumps(change(found) or found))
+
+
+class OfPython311(pickle.Pickler):
+    """Pickles members of enums by ``getattr``, as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, found):
+        return (getattr, (type(found), found.name)) if isinstance(found, enum.Enum) else NotImplemented
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_metadata_of_dcp_that_another_python_wrote(tmp_path):
+    path, data = dcp_directory(tmp_path / "a"), io.BytesIO()
+    OfPython311(data).dump(pickle.loads((path / ".metadata").read_bytes()))
+    assert b"getattr" in data.getvalue()
+    (path / ".metadata").write_bytes(data.getvalue())
+    model = torch.nn.Linear(3, 4)
+    load_checkpoint(path, model)
+    assert torch.equal(model.weight, net().weight)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
