@@ -90,17 +90,10 @@ def test_ranks_of_the_command_go_before_those_of_the_file(capsys):
     assert "16: Overridden by the argument: 32 ranks in all." in out
 
 
-@pytest.mark.parametrize(
-    ("values", "arguments", "said"),
-    [
-        ({"distributed_type": "FSDP", "mixed_precision": "fp8"}, (), "# refused   mixed_precision"),
-        ({"strategy_config": {"reduce_dtype": "fp32"}}, ("--world", 2), "# refused   --to accelerate2"),
-    ],
-)
-def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(values, arguments, said, tmp_path, capsys):
-    assert run(config_file(tmp_path, **values), *arguments) == 1
+def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(tmp_path, capsys):
+    assert run(config_file(tmp_path, distributed_type="FSDP", mixed_precision="fp8")) == 1
     out = capsys.readouterr().out
-    assert said in out
+    assert "# refused   mixed_precision" in out
     assert all(line.startswith("#") for line in out.splitlines() if line)
 
 
