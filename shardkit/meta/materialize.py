@@ -124,10 +124,8 @@ def _say_how_long(replay: Replay, ranks: ModelGroup) -> None:
     start = time.perf_counter()
     torch.empty(1 << 20).normal_(generator=generator)
     seconds = (time.perf_counter() - start) * drawn / (1 << 20)
-    text = (
-        "materialize: each rank draws all %.1f billion random numbers on its CPU, in about %.0f s. For other values of "
-    )
-    text += "the same distributions, materialize(model, exact=False) divides the work by the number of ranks, and "
+    text = "materialize: each rank draws all %.1f billion random numbers on its CPU, in about %.0f s. For other values "
+    text += "of the same distributions, materialize(model, exact=False) divides the work by the number of ranks, and "
     text += "device='cuda' draws on the GPU"
     logger.warning(text, drawn / 1e9, seconds)
 

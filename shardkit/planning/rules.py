@@ -27,7 +27,7 @@ class Overrides(TypedDict, total=False):
     mesh: str
     may_skip: bool
     tiles: int  # alone: the modules compute in tiles of tokens, and are units only if another rule says so
-    replicate: bool  # alone: the modules are no units, and every rank holds their parameters in full
+    replicate: bool  # alone: the modules are not units, and every rank holds their parameters in full
 
 
 _SETTINGS = get_type_hints(Overrides) | {"checkpoint_activations": object}  # named_policy checks it

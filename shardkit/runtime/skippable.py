@@ -13,7 +13,7 @@ FOLLOW   all that may be skipped    the next of the order                the ord
 REPEAT   recomputed in backward     the next of the first forward        nothing is recorded
 =======  =========================  ===================================  ==============================
 
-A mode is no grad, grad, or grad for the inputs too, with which parameters train (``_mode``). Knows no plan.
+A mode says whether grad is on, whether inputs require it, and which parameters train (``_mode``). Knows no plan.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import Optimizer
 
 WIDTH, VOCAB = 6, 7
 
@@ -196,3 +197,16 @@ def assert_same_state(found: dict[str, object], expected: dict[str, object]) -> 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
+    """Losses of steps with the same tokens on all ranks, so that the mean of two gradients is exactly the gradient."""
+    losses = []
+    for step in steps:
+        ids = torch.randint(0, VOCAB, (4, 3), generator=torch.Generator().manual_seed(step))
+        loss = model(ids).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import mesh_of
-from state_models import LAYOUTS, Net, fsdp, seeded
+from state_models import LAYOUTS, Net, fsdp, seeded, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -107,19 +107,6 @@ OPTIMIZERS: dict[str, Callable[[list[dict]], Optimizer]] = {
     "beside": lambda groups: Beside(groups),
     "local_adamw": lambda groups: step_on_local_shards(torch.optim.AdamW(groups, lr=0.01)),
 }
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
-    """Losses of steps, each with its own tokens, the same on all ranks; one parameter gets its first gradient late."""
-    losses = []
-    for step in steps:
-        ids = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(step))
-        loss = model(ids).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

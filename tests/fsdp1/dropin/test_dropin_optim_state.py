@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from state_models import train
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
@@ -89,19 +90,6 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
 }
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
-    """Losses of steps with the same tokens on all ranks, so that the mean of two gradients is exactly the gradient."""
-    losses = []
-    for step in steps:
-        ids = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(step))
-        loss = model(ids).square().mean()
-        loss.backward()
-        optimizer.step()
-        model.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def set_type(model: nn.Module, kind: StateDictType, **options: Any) -> None:
