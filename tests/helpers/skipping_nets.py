@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import torch
+from small_models import Block
 from torch import Tensor, nn
 
 from shardkit import take_part
 
 EXPERTS = 3
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Tower(nn.Module):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from pretend import pretend_accelerator
-from pretend_cases import STARTS, Net, adamw, check_same, devices, loss_of, made, mesh_on, plain, sharded
+from pretend_cases import STARTS, adamw, check_same, devices, loss_of, made, mesh_on, net, plain, sharded
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "recompute and prefetch": {"checkpoint_activations": True, "prefetch": 1},
     "kept": {"reshard_after_forward": False},
-    "scalars and offload": {"build": partial(Net, scalar=True), "offload_policy": OFFLOADED["pinned"]},
+    "scalars and offload": {"build": partial(net, scalar=True), "offload_policy": OFFLOADED["pinned"]},
 }
 
 
@@ -180,7 +180,7 @@ def test_local_steps_and_steps_in_backward(ranks: RankPool) -> None:
 
 def check_host_syncs() -> None:
     with pretend_accelerator() as accelerator:
-        model, optimizer = trained({}, build=partial(Net, scalar=True))
+        model, optimizer = trained({}, build=partial(net, scalar=True))
         shardkit.step_on_local_shards(optimizer)
         tokens = torch.zeros(4, 5, dtype=torch.long).to("pretend")
         counted = torch.ones((), device="pretend") * 20
@@ -269,7 +269,7 @@ def check_sleep() -> None:
     with pretend_accelerator() as accelerator:
         model = sharded("cpu", "pretend")
         optimizer = adamw(model.parameters())
-        predicted = estimate(Net(), world_size=2, batch=torch.ones(4, 5, dtype=torch.long))["ZeRO-3"].asleep
+        predicted = estimate(net(), world_size=2, batch=torch.ones(4, 5, dtype=torch.long))["ZeRO-3"].asleep
         for _ in range(2):
             loss_of(model, "pretend").backward()
             optimizer.step()
