@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sequence_parity import difference
 from small_moe import MoE
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardkit import (
     MeshSpec,
@@ -74,15 +74,6 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens).square().sum()
 
 
-def distance(model: nn.Module, plain: nn.Module) -> float:
-    """The largest difference of a gradient, relative to the L2 norm of the plain one."""
-    expected = dict(plain.named_parameters())
-    pairs = [(param.grad, expected[name].grad) for name, param in model.named_parameters()]
-    found = [(grad.full_tensor() if isinstance(grad, DTensor) else grad, other) for grad, other in pairs]
-    assert all(other.any() for _, other in found)
-    return max(float((grad - other).norm() / other.norm()) for grad, other in found)
-
-
 CASES: dict[str, dict[str, Any]] = {
     "default units": {"units": TILES},
     "blocks recomputed": {"units": TILES, "checkpoint_activations": True},
@@ -114,7 +105,7 @@ def test_gradients_and_collectives_are_those_of_the_whole() -> None:
         for place, batch in enumerate(mine):
             with accumulate(model, last=place == len(mine) - 1):
                 loss_of(model, batch).backward()
-        assert distance(model, plain) < 1e-15, name
+        assert difference(model, plain) < 1e-15, name
         model.zero_grad()
         with comm_counts() as counts:
             loss_of(model, mine[0]).backward()
@@ -255,5 +246,5 @@ def test_the_code_of_a_plan_computes_in_tiles() -> None:
         model[0].up.register_forward_hook(lambda *_: calls.append(1))
         loss_of(model, x).backward()
     loss_of(plain, x).backward()
-    assert distance(model, plain) < 1e-15
+    assert difference(model, plain) < 1e-15
     assert len(calls) == 2 * 3  # 9 tokens in at most 4 tiles are 3 of 3; forward and backward

@@ -72,19 +72,6 @@ def net(straight: bool = False) -> Net:
     return Net(straight).double()
 
 
-def largest_difference(model: nn.Module, plain: nn.Module) -> float:
-    """Of the norm of a gradient, relative to the largest norm; a gradient that the plain model lacks is zero."""
-    worst, largest = 0.0, 0.0
-    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if param.requires_grad:
-            assert param.grad is not None or other.grad is None, name
-            grad = torch.zeros_like(other) if param.grad is None else param.grad.full_tensor()
-            expected = torch.zeros_like(other) if other.grad is None else other.grad
-            worst = max(worst, (grad - expected).norm().item())
-            largest = max(largest, expected.norm().item())
-    return worst / (largest or 1.0)
-
-
 Batch = tuple[Tensor, Tensor | None, list[int]]
 
 

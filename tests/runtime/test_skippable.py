@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sequence_parity import pictures, vision_language
-from skipping_nets import batch, largest_difference, net
+from sequence_parity import difference, pictures, vision_language
+from skipping_nets import batch, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -61,7 +61,7 @@ def assert_same_step(
                 loss(model, by_rank[dist.get_rank()]).backward()
     for given in (given for by_rank in steps for given in by_rank):
         (loss(plain, given) / dist.get_world_size()).backward()
-    assert largest_difference(model, plain) < bound
+    assert difference(model, plain) < bound
     return counts
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,10 +174,6 @@ def check_steps() -> None:
             assert kept == ({"pretend"} if options else {"cpu", "pretend"}), name
 
 
-def test_local_steps_and_steps_in_backward(ranks: RankPool) -> None:
-    ranks.run(check_steps)
-
-
 def check_host_syncs() -> None:
     with pretend_accelerator() as accelerator:
         model, optimizer = trained({}, build=partial(net, scalar=True))
@@ -200,10 +196,6 @@ def check_host_syncs() -> None:
         accelerator.syncs.clear()
         shardkit.clip_grad_norm_(offloaded, 0.5)
         assert sorted(accelerator.syncs) == ["copy to the device", "copy to the host"]  # one norm, one factor
-
-
-def test_a_steady_step_does_not_wait_for_the_device(ranks: RankPool) -> None:
-    ranks.run(check_host_syncs)
 
 
 def check_states(folder: str) -> None:
@@ -261,10 +253,6 @@ def check_gradients() -> None:
         assert devices(param.grad for param in model.parameters()) == {"pretend"}
 
 
-def test_scalers_accumulation_and_a_first_forward_in_inference_mode(ranks: RankPool) -> None:
-    ranks.run(check_gradients)
-
-
 def check_sleep() -> None:
     with pretend_accelerator() as accelerator:
         model = sharded("cpu", "pretend")
@@ -297,8 +285,9 @@ def check_sleep() -> None:
         assert memory_report(offloaded).measured["on the CPU"] == report["parameters"] - 8, "what is offloaded stays"
 
 
-def test_sleep_leaves_nothing_on_the_device(ranks: RankPool) -> None:
-    ranks.run(check_sleep)
+@pytest.mark.parametrize("check", [check_steps, check_host_syncs, check_gradients, check_sleep])
+def test_what_needs_no_files(ranks: RankPool, check: Callable[[], None]) -> None:
+    ranks.run(check)
 
 
 def check_drop_in(given: int | str | None) -> None:

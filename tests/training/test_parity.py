@@ -60,12 +60,6 @@ def test_settings_on_4_ranks(setting, name):
     parity.one_counts(name, **{"optimizer": "sgd", "steps": 2} | ON_4_RANKS[setting])
 
 
-@pytest.mark.parametrize("name", ["narrow", "shared_weight"])
-@distributed(world_size=4, backend="gloo")
-def test_hsdp(name):
-    parity.one_counts(name, mesh=(2, 2), optimizer="sgd", steps=3)
-
-
 @distributed(world_size=4, backend="gloo", timeout=600)
 def test_settings_that_meet_as_the_docs_say():
     cells = matrix.pairs()
