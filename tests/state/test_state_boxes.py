@@ -42,7 +42,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(as_bytes(one), as_bytes(other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool])
 @distributed(world_size=4, backend="gloo")
 def test_gathered_and_scattered_they_are_the_same(dtype):
     tensors = {
