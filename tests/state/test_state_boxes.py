@@ -35,7 +35,8 @@ def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def placed(shape: tuple[int, ...], placements: list, number: int, dtype: torch.dtype = torch.float32) -> DTensor:
-    return distribute_tensor(values((*SHAPES[number],), dtype), mesh_of(shape, *MESHES[shape]), placements)
+    full, mesh = values((*SHAPES[number],), dtype), mesh_of(shape, *MESHES[shape])
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
