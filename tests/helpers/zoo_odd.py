@@ -170,34 +170,6 @@ class TupleBlock(nn.Module):
         return {"x": self.block(state["x"]) * scale, "step": state["step"] + 1}
 
 
-class Conditioned(nn.Module):
-    """As in DiT: what conditions the model enters every block beside its input, and scales are its functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
-        self.layers = nn.ModuleList(ConditionedBlock() for _ in range(3))
-        self.final_layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        condition = self.embed_time(x[:, :1, 0])
-        for layer in self.layers:
-            x = layer(x, condition)
-        return self.final_layer(x)
-
-
-class ConditionedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
-        self.mlp = nn.Linear(WIDTH, WIDTH)
-        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 2 * WIDTH))
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        scale, shift = self.modulation(condition)[:, None].chunk(2, -1)
-        return x + scale * self.mlp(self.norm(x) + shift)
-
-
 ODD = {
     "scalar": Entry(Scalar, vectors),
     "frozen": Entry(Frozen, tokens, next_token),
@@ -208,5 +180,4 @@ ODD = {
     "unordered": Entry(Unordered, vectors),
     "moe": Entry(Moe, vectors, uneven=True),
     "own_checkpointing": Entry(OwnCheckpointing, vectors),
-    "conditioned": Entry(Conditioned, vectors, crossing=True),
 }
