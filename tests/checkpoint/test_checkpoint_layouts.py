@@ -121,12 +121,11 @@ def test_experts_of_their_own_on_slices_are_refused_unless_equal(format, tmp_pat
     assert not (tmp_path / "differ").exists()
 
 
-@pytest.mark.parametrize("layout", ["one_mesh", "expert_parallel", "columns"])
 @distributed(world_size=4, backend="gloo")
-def test_pieces_that_nobody_writes_or_several_do_fail_the_save(layout, tmp_path):
-    net, _ = built(LAYOUTS[layout])
+def test_pieces_that_nobody_writes_or_several_do_fail_the_save(tmp_path):
+    net, _ = built(LAYOUTS["columns"])
     lies = {"lost": lambda _: dist.get_rank() != 3, "twice": lambda _: True}
-    for name in lies if layout == "columns" else ("lost",):  # the others have no replicas
+    for name in lies:
         said = r"elements written do not add up: .*blocks\.0\.up\.weight \("
         with mock.patch.object(write, "is_first_replica", lies[name]), pytest.raises(CheckpointError, match=said):
             save_checkpoint(tmp_path / name, net)

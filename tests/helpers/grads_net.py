@@ -49,12 +49,12 @@ def sharded_net(shape: tuple[int, ...], dtype=torch.float32, offload=False, igno
     return shard(Net().to(dtype), shape, ignored, offload_policy=policy)
 
 
-def give_grads(net: nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
+def give_grads(net: nn.Module, seed: int = 1, skip: str = "") -> dict[str, torch.Tensor]:
     """Set every trainable parameter's gradient, shard or plain, from one full tensor; return those."""
     generator = torch.Generator().manual_seed(seed)
     full = {}
     for name, param in net.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad and name != skip:
             value = torch.randn(param.shape, generator=generator)
             full[name] = value.to(param.dtype)
             param.grad = like(full[name].clone(), param)

@@ -58,28 +58,6 @@ class Net(grads_net.Net):
         return self.head(self.frozen(x) * self.gain) + self.narrow(x).sum(-1, keepdim=True)
 
 
-class Odd(nn.Module):
-    """Dtypes and sizes that arithmetic rarely sees: frozen, since integers are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        made = {
-            "bf16": torch.randn(9, 5).bfloat16(),
-            "fp8": torch.randn(8, 4).to(torch.float8_e4m3fn),
-            "complex": torch.randn(5, 3, dtype=torch.complex64),
-            "empty": torch.empty(0, 4),
-            "no_columns": torch.empty(6, 0),
-            "float64": torch.randn(4, 2, dtype=torch.float64),
-        }
-        for name, value in made.items():
-            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
-        self.register_buffer("flags", torch.tensor([True, False, True]))
-        self.register_buffer("bytes", torch.arange(7, dtype=torch.uint8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.float64.sum()
-
-
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return build()
@@ -87,10 +65,6 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 def fsdp(net: nn.Module) -> nn.Module:
     return blockwise(net, mesh=mesh_of((dist.get_world_size(),)))
-
-
-def ddp_like(net: nn.Module) -> nn.Module:
-    return blockwise(net, mesh=mesh_of((4, 1)))
 
 
 def offloaded(net: nn.Module) -> nn.Module:
@@ -130,7 +104,6 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
         plain,
         fsdp,
         hsdp,
-        ddp_like,
         offloaded,
         tensor_parallel,
         three_axes,
@@ -142,7 +115,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 # Those that ``layouts_net`` has not, and two of it, for models with ties, extra state and buffers.
-OTHERS = [name for name in LAYOUTS if name not in ("hsdp", "ddp_like", "columns")]
+OTHERS = [name for name in LAYOUTS if name not in ("hsdp", "columns")]
 
 
 def assert_same_state(found: dict[str, object], expected: dict[str, object]) -> None:

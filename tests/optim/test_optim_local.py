@@ -16,7 +16,6 @@ from optim_nets import (
     assert_same_parameters,
     assert_same_state,
     factory,
-    give_random_grads,
     local,
     trainable,
     two_nets,
@@ -41,7 +40,7 @@ def run_both(ours, theirs, net, other, steps, start=0):
     for step in range(start, start + steps):
         skip = "gain" if step % 3 == 1 else ""  # no gradient: no step, and no state before its first one
         for model, optimizer in ((net, ours), (other, theirs)):
-            give_random_grads(model, step, skip)
+            give_grads(model, step, skip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -109,8 +108,8 @@ def test_plain_parameters_beside_sharded_ones(flags):
     theirs = [make(params) for params in kinds]
     assert all(kinds)
     for step in range(5):
-        give_random_grads(net, step)
-        give_random_grads(other, step)
+        give_grads(net, step)
+        give_grads(other, step)
         ours.step()
         for each in theirs:
             each.step()
@@ -127,7 +126,7 @@ def test_groups_state_and_class_stay_what_they_were():
     groups, params = optimizer.param_groups, list(optimizer.param_groups[0]["params"])
     assert step_on_local_shards(optimizer) is optimizer
     assert step_on_local_shards(optimizer) is optimizer
-    give_random_grads(net, 0)
+    give_grads(net, 0)
     optimizer.step()
     assert isinstance(optimizer, torch.optim.AdamW)
     assert type(optimizer).__name__ == "AdamW"
@@ -190,7 +189,7 @@ def test_schedulers_made_before_and_after(before):
     our_schedule = our_schedule or schedule(ours, total_iters=3)
     for step in range(4):
         for model, optimizer, scheduler in ((net, ours, our_schedule), (other, theirs, their_schedule)):
-            give_random_grads(model, step)
+            give_grads(model, step)
             optimizer.step()
             scheduler.step()  # warnings are errors: it must know that the optimizer stepped
     assert our_schedule.get_last_lr() == their_schedule.get_last_lr() != [0.05 / 3]
@@ -212,7 +211,7 @@ def test_hooks_and_closures_see_dtensors():
     def closure():
         look()
         optimizer.zero_grad()
-        give_random_grads(net, len(seen))
+        give_grads(net, len(seen))
         return torch.tensor(3.0)
 
     assert optimizer.step(closure) == 3.0
