@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from small_models import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo_entry import Entry, floats
-from zoo_usual import VOCAB, WIDTH, Block, NanoGpt, blocks, next_token, run, tokens, vectors
+from zoo_usual import VOCAB, WIDTH, NanoGpt, blocks, next_token, run, tokens, vectors
 
 # Parameters that are not like the others.
 

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from small_models import Block
 from torch import Tensor, nn
 from zoo_entry import Batch, Entry, floats, integers
 
 VOCAB, WIDTH = 19, 8
-
-
-class Block(nn.Module):
-    """Pre-norm feed-forward with a residual: the block of most models below."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def blocks(count: int = 3, width: int = WIDTH) -> nn.ModuleList:

@@ -22,6 +22,7 @@ from optim_nets import (
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from shardkit.optim import step_on_local_shards
@@ -65,6 +66,21 @@ def test_the_same_bits_as_the_dtensor_step(name, flags):
     for rank in (1, 3):  # the last one's parts are smaller, or empty
         with fake_world(4, rank=rank):
             check_same_bits(name, flags, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("width", "options", "as_list"), [(64, {}, True), (64, {"foreach": False}, False), (256, {}, False)]
+)
+@fake_world(4, rank=1)
+def test_small_shards_on_the_cpu_are_stepped_as_a_list(width, options, as_list, monkeypatch):
+    lists, adds = [], torch._foreach_add_
+    monkeypatch.setattr(torch, "_foreach_add_", lambda *args, **kwargs: (lists.append(args), adds(*args, **kwargs))[1])
+    layer = fully_shard(nn.Linear(width, width, bias=False))
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer = step_on_local_shards(torch.optim.AdamW(layer.parameters(), **options))
+    optimizer.step()
+    assert bool(lists) is as_list
+    assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
 
 
 @pytest.mark.parametrize("mesh", MESHES)
