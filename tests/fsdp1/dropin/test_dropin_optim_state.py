@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from state_models import train
+from state_models import train, two_groups
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -66,19 +66,6 @@ def wrapped(whole: bool = False) -> nn.Module:
         return FSDP(net)
     net.body = FSDP(net.body, ignored_modules=[net.body.apart])
     return net
-
-
-def two_groups(model: nn.Module, backwards: bool = False) -> list[dict[str, Any]]:
-    """Two groups with options of their own, and an empty one between them."""
-    named = list(model.named_parameters())
-    weights = [param for name, param in named if "bias" not in name]
-    biases = [param for name, param in named if "bias" in name]
-    step = -1 if backwards else 1
-    return [
-        {"params": weights[::step], "note": "weights"},
-        {"params": []},
-        {"params": biases[::step], "lr": 0.02, "weight_decay": 0.0},
-    ]
 
 
 OPTIMIZERS: dict[str, Any] = {
