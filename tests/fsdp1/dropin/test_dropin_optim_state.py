@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from state_models import train
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
@@ -201,30 +200,6 @@ def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
         state = TorchFSDP.optim_state_dict(net, theirs)
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(ours, optimizer, state))
     assert train(ours, optimizer, range(3, 6)) == train(net, theirs, range(3, 6))
-
-
-@distributed(world_size=2, backend="gloo")
-def test_torchs_checkpoint_functions_get_state_and_set_it_from_rank0():
-    """One after the other: set_state_dict takes two empty dicts for a wish to load the optimizer alone."""
-
-    def fresh() -> tuple[nn.Module, Optimizer]:
-        net = Parent()
-        net.body = FSDP(net.body)
-        model = FSDP(net)
-        return model, OPTIMIZERS["adamw"](model.parameters())
-
-    model, optimizer = fresh()
-    train(model, optimizer, range(3))
-    weights, full = copy.deepcopy((model.state_dict(), FSDP.optim_state_dict(model, optimizer)))
-    found = dsd.get_optimizer_state_dict(model, optimizer, options=dsd.StateDictOptions(full_state_dict=True))
-    assert_same(found["state"], full["state"])
-    expected = train(model, optimizer, range(3, 6))
-    model, optimizer = fresh()
-    given = (weights, full) if dist.get_rank() == 0 else ({}, {})
-    from_rank0 = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dsd.set_model_state_dict(model, given[0], options=from_rank0)
-    dsd.set_optimizer_state_dict(model, optimizer, given[1], options=from_rank0)
-    assert train(model, optimizer, range(3, 6)) == expected
 
 
 def as_held(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
