@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -77,22 +75,6 @@ def test_what_forward_changes_is_changed_once() -> None:
     assert model.layers[0].count == 5
 
 
-@distributed(world_size=2)
-def test_compiled_blocks_with_running_statistics() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    plain = copy.deepcopy(model)
-    eager = functools.partial(torch.compile, backend="aot_eager")  # it is tracing that counts, not the kernels
-    with mock.patch.object(torch, "compile", eager):
-        shard_model(model, checkpoint_activations=True, compile=True)
-    x = torch.arange(24.0).view(6, 4).sin()
-    for each in (model, plain):
-        each(x).square().mean().backward()
-    assert plain[0][1].num_batches_tracked == model[0][1].num_batches_tracked == 1
-    assert torch.equal(model[0][1].running_var, plain[0][1].running_var)
-    assert torch.equal(model[0][0].weight.grad.full_tensor(), plain[0][0].weight.grad)
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,20 +119,6 @@ def test_what_each_policy_recomputes() -> None:
         assert (counts.ops["addmm"] / 2, attentions / 2) == expected, policy
         grads.append([param.grad.full_tensor() for param in model.parameters()])
     assert all(torch.equal(one, other) for each in grads for one, other in zip(each, grads[0], strict=True))
-
-
-@distributed(world_size=2)
-def test_a_compiled_block_is_checkpointed_selectively() -> None:
-    eager, x = functools.partial(torch.compile, backend="aot_eager"), torch.arange(80.0).view(2, 5, 8).sin()
-    grads = []
-    for policy in (False, "selective"):
-        torch.manual_seed(0)
-        model = nn.Sequential(Attention(), Attention())
-        with mock.patch.object(torch, "compile", eager):
-            shard_model(model, checkpoint_activations=policy, compile=True)
-        model(x).square().mean().backward()
-        grads.append([param.grad.full_tensor() for param in model.parameters()])
-    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.parametrize("policy", ["some", 2, lambda *args: True])

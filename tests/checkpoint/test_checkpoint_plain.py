@@ -133,42 +133,21 @@ class Halve:
         return self.base**epoch
 
 
-def make_scheduler(name: str, optimizer: torch.optim.Optimizer) -> object:
-    warm = SCHEDULERS.LinearLR(optimizer, total_iters=2)
-    return {
-        "lambda": lambda: SCHEDULERS.LambdaLR(optimizer, Halve()),
-        "onecycle": lambda: SCHEDULERS.OneCycleLR(optimizer, 0.1, total_steps=9),
-        "sequential": lambda: SCHEDULERS.SequentialLR(
-            optimizer, [warm, SCHEDULERS.CosineAnnealingLR(optimizer, 5)], milestones=[2]
-        ),
-        "multistep": lambda: SCHEDULERS.MultiStepLR(optimizer, [1, 4, 4]),
-        "cyclic": lambda: SCHEDULERS.CyclicLR(optimizer, 0.01, 0.1, cycle_momentum=False),
-        "plateau": lambda: SCHEDULERS.ReduceLROnPlateau(optimizer),
-    }[name]()
-
-
-@pytest.mark.parametrize("name", ["lambda", "onecycle", "sequential", "multistep", "cyclic", "plateau"])
-def test_the_state_of_torchs_schedulers_is_plain(name):
-    def build() -> tuple[torch.optim.Optimizer, object]:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-        return optimizer, make_scheduler(name, optimizer)
-
-    def walk(optimizer: torch.optim.Optimizer, scheduler: object, steps: int) -> list[float]:
-        rates = []
-        for _ in range(steps):
-            optimizer.step()
-            scheduler.step(*([1.0] if name == "plateau" else []))
-            rates.append(float(optimizer.param_groups[0]["lr"]))
-        return rates
-
-    optimizer, scheduler = build()
-    walk(optimizer, scheduler, 2)
-    resumed, other = build()
-    other.load_state_dict(through_json(scheduler.state_dict()))
-    resumed.load_state_dict(optimizer.state_dict())
-    rest = walk(optimizer, scheduler, 4)
-    assert len(set(rest)) > 1 or name == "plateau"
-    assert walk(resumed, other, 4) == rest
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: SCHEDULERS.LambdaLR(optimizer, Halve()),
+        lambda optimizer: SCHEDULERS.OneCycleLR(optimizer, 0.1, total_steps=9),
+        lambda optimizer: SCHEDULERS.SequentialLR(optimizer, [SCHEDULERS.LinearLR(optimizer)] * 2, milestones=[2]),
+        lambda optimizer: SCHEDULERS.MultiStepLR(optimizer, [1, 4, 4]),
+        lambda optimizer: SCHEDULERS.CyclicLR(optimizer, 0.01, 0.1, cycle_momentum=False),
+        lambda optimizer: SCHEDULERS.ReduceLROnPlateau(optimizer),
+    ],
+)
+def test_the_state_of_torchs_schedulers_is_plain(make):
+    state = make(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)).state_dict()
+    assert state
+    assert same(through_json(state), state)
 
 
 # --- Random generators ----------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def _copies(
     plan = plan_model(sharded, mesh=mesh_of(mesh), **options)
     shard_model(sharded, mesh=mesh_of(mesh), plan=plan)
     if entry.uneven:
-        sharded.set_reduce_scatter_unused_params(True)  # torch >= 2.13; see _sum_over_ranks_
+        sharded.set_reduce_scatter_unused_params(True)  # see _sum_over_ranks_
     if entry.crossing:
         _add_up_gradients_at_unit_inputs(plain, plan)
     assert list(sharded.state_dict()) == list(plain.state_dict())

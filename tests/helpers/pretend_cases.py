@@ -30,21 +30,11 @@ class Block(nn.Module):
         return x + self.gain * self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
-    def __init__(self, scalar: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.blocks = nn.ModuleList(Block(scalar) for _ in range(2))
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def net(scalar: bool = False) -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 8), Block(scalar), Block(scalar), nn.Linear(8, 10))
 
 
-def made(start: str, device: str, build: Callable[[], nn.Module] = Net) -> nn.Module:
+def made(start: str, device: str, build: Callable[[], nn.Module] = net) -> nn.Module:
     """The model, of the same values however it starts, before it is sharded."""
     torch.manual_seed(0)
     if start == "meta":
@@ -53,7 +43,7 @@ def made(start: str, device: str, build: Callable[[], nn.Module] = Net) -> nn.Mo
     return build().to(device) if start == "device" else build()
 
 
-def sharded(start: str, device: str, build: Callable[[], nn.Module] = Net, shape: Any = (2,), **settings: Any) -> Any:
+def sharded(start: str, device: str, build: Callable[[], nn.Module] = net, shape: Any = (2,), **settings: Any) -> Any:
     model = made(start, device, build)
     shardkit.shard_model(model, mesh=mesh_on(device, shape), **settings)
     return shardkit.materialize(model) if start == "meta" else model
