@@ -304,12 +304,6 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
         raise CheckpointError(message(str(directory), problem, "They are missing, or of another size", WAY))
 
 
-def entry_of(file: Path) -> FileEntry:
-    """Return the entry of a file, after reading all of it. Local."""
-    size = file.stat().st_size
-    return FileEntry(size, size, crc32_of(file, size))
-
-
 def entries_of(files: Sequence[File], sums: Mapping[str, int]) -> dict[str, FileEntry]:
     """Return the entries of safetensors files, given the checksums of their tensors."""
     own = {file.name: {name: sums.get(name, 0) for name in file.tensors} for file in files}

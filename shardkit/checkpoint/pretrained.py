@@ -38,7 +38,6 @@ from shardkit.checkpoint.write import (
     MAX_SHARD_SIZE,
     Written,
     check_counts,
-    create_files,
     described,
     held_parts,
     laid_out,
@@ -286,9 +285,7 @@ def _write(place: Path, files: list[File], export: Export, groups: Groups) -> No
 
     def write_own() -> list[int]:
         place.mkdir(parents=True, exist_ok=True)
-        if own_rank() == ranks[0]:
-            create_files(place, files)
-        return counts(write_parts(place, files, parts))
+        return counts(write_parts(place, files, parts, create=own_rank() == ranks[0]))
 
     of_parts = sums_on_each(write_own, len(written_names), groups)
     made: Written = {}

@@ -63,12 +63,7 @@ load_on_2, load_on_3, load_on_4 = (distributed(world_size=n, backend="gloo")(loa
 
 @pytest.mark.parametrize(
     ("mesh", "format", "async_"),
-    [
-        ("fsdp", "safetensors", False),
-        ("hsdp", "safetensors", True),
-        ("fsdp", "dcp", True),
-        ("hsdp", "dcp", False),
-    ],
+    [("fsdp", "safetensors", False), ("hsdp", "safetensors", True), ("fsdp", "dcp", True), ("hsdp", "dcp", False)],
 )
 def test_training_goes_on_bit_for_bit(mesh, format, async_, tmp_path):
     save_on_4(tmp_path / "step-2", MESHES[mesh], format, async_)
@@ -105,10 +100,8 @@ def test_plain_dcp_code_reads_what_we_write_and_we_read_what_it_writes(tmp_path)
     train(*state)
     expected = whole(*state)
     save_checkpoint(tmp_path / "ours", *state, format="dcp")
-    dcp.save(
-        {"model": tensors(state[0]), "optimizer": get_optimizer_state_dict(state[0], state[1])},
-        checkpoint_id=tmp_path / "theirs",
-    )
+    theirs = {"model": tensors(state[0]), "optimizer": get_optimizer_state_dict(state[0], state[1])}
+    dcp.save(theirs, checkpoint_id=tmp_path / "theirs")
     other = build((2, 2), seed=1)
     optimizer_state = get_optimizer_state_dict(other[0], other[1])
     del optimizer_state["state"]["unused"]

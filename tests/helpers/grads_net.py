@@ -72,11 +72,11 @@ def full_grads(net: nn.Module) -> dict[str, torch.Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads_of.items()}
 
 
-def wrong_grads(net: nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names of gradients that are not the full ``expected``, to the bit; each rank looks at its own part."""
+def assert_grads(net: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    """Gradients are the full ``expected``, to the bit; each rank looks at its own part."""
     grads = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
     assert grads.keys() == expected.keys()
-    return [name for name, grad in grads.items() if not _same(grad, expected[name].to(grad.dtype))]
+    assert not [name for name, grad in grads.items() if not _same(grad, expected[name].to(grad.dtype))]
 
 
 def _same(part: torch.Tensor, full: torch.Tensor) -> bool:

@@ -135,6 +135,19 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def two_groups(model: nn.Module, backwards: bool = False) -> list[dict]:
+    """Two groups with options of their own, and an empty one between them."""
+    named = list(model.named_parameters())
+    weights = [param for name, param in named if "bias" not in name]
+    biases = [param for name, param in named if "bias" in name]
+    step = -1 if backwards else 1
+    return [
+        {"params": weights[::step], "note": "weights"},
+        {"params": []},
+        {"params": biases[::step], "lr": 0.02, "weight_decay": 0.0},
+    ]
+
+
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
     """Losses of steps with the same tokens on all ranks, so that the mean of two gradients is exactly the gradient."""
     losses = []
