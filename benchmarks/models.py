@@ -28,10 +28,11 @@ class Shape:
     tied: bool = False
 
 
-# From the config.json of meta-llama/Llama-3.2-1B and of Meta-Llama-3-8B and -70B: 1,235,814,400, 8,030,261,248 and
-# 70,553,706,496 parameters.
+# From the config.json of meta-llama/Llama-3.2-1B, Llama-2-7b, Meta-Llama-3-8B and -70B: 1,235,814,400, 6,738,415,616,
+# 8,030,261,248 and 70,553,706,496 parameters.
 SHAPES = {
     "1B": Shape(2048, 8192, 16, 32, 8, 128_256, tied=True),
+    "7B": Shape(4096, 11_008, 32, 32, 32, 32_000),
     "8B": Shape(4096, 14_336, 32, 32, 8, 128_256),
     "70B": Shape(8192, 28_672, 80, 64, 8, 128_256),
     "200M": Shape(1024, 2816, 12, 16, 8, 32_000),  # nobody's; for what a CPU measures

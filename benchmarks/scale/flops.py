@@ -35,7 +35,7 @@ def step_of(
     return Step(found, dict(meter.flops))
 
 
-class FlopMeter(IntervalMeter):
+class FlopMeter(IntervalMeter):  # type: ignore[no-untyped-call]
     """Counts operations besides bytes: those of matrix products, convolutions and attention."""
 
     def __init__(self) -> None:

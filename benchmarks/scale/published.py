@@ -4,12 +4,14 @@ Each series is one system, model and kind of GPU. The model is asked twice: with
 rate of matrix products at which its first row comes out as published, so that the other rows test what it says of more
 ranks. Tensor and pipeline parallel runs are left out (torchtitan's 70B and 405B since 2024), and float8: a plan of
 FSDP2 says nothing of them. MFU counts no checkpointed forwards, no embeddings, and full attention: so KempnerForge's
-57.8 % is 54.5 % here. Its 80.7 GB suggest bf16 parameters without float32 masters. llm-foundry's A100s have 40 GB, and
-its runs on them are in bf16 alone; torchtitan's of 2024-12 checkpoint selectively.
+57.8 % is 54.5 % here. KempnerForge and thunder keep parameters and AdamW's state in bf16, without float32 masters, as
+llm-foundry does on A100s, which have 40 GB. fms-fsdp does not say how many blocks it checkpoints: here as many as its
+HFU means over its MFU.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,10 +32,10 @@ ADAMW = OptimizerBytes.of("adamw")
 GITHUB = "https://github.com"
 TITAN = f"{GITHUB}/pytorch/torchtitan/blob/31a17bf/benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_A100 = f"{GITHUB}/will-thompson-k/torchtitan/blob/main/docs/performance.md"
-FOUNDRY = f"{GITHUB}/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md"
-KEMPNER = f"{GITHUB}/KempnerInstitute/KempnerForge"
+FOUNDRY = f"{GITHUB}/mosaicml/llm-foundry/blob/4952183/scripts/train/benchmarking/README.md"
+KEMPNER = f"{GITHUB}/KempnerInstitute/KempnerForge/blob/abbbac3/benchmarks/mfu_scaling/mfu_scaling.md"
 THUNDER = f"{GITHUB}/Lightning-AI/lightning-thunder/pull/940"
-FMS = f"{GITHUB}/foundation-model-stack/fms-fsdp/blob/0d31998/README.md"
+FMS = f"{GITHUB}/foundation-model-stack/fms-fsdp/blob/ed74fd5/README.md"
 
 
 def llama(
@@ -60,15 +62,20 @@ def mpt(width: int, layers: int) -> MptConfig:
 def on_meta(config: PretrainedConfig) -> nn.Module:
     """The model without values."""
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
 
 
-def plan_of(model: nn.Module, *, checkpointed: bool, resharded: bool = True) -> ShardingPlan:
-    """The default plan in bfloat16 with float32 reductions, on one node; without ``resharded`` it is ZeRO-2."""
+def plan_of(model: nn.Module, *, checkpointed: float | str, resharded: bool = True) -> ShardingPlan:
+    """The default plan in bfloat16 with float32 reductions, on one node; without ``resharded`` it is ZeRO-2.
+
+    ``checkpointed`` is a share of the blocks, or ``"selective"``, in all of them.
+    """
     kept = None if resharded else False
     plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=POLICY, reshard_after_forward=kept)
-    return with_checkpoints(plan, dict.fromkeys(blocks(plan), True)) if checkpointed else plan
+    found, selective = blocks(plan), isinstance(checkpointed, str)
+    chosen = found if isinstance(checkpointed, str) else found[: round(checkpointed * len(found))]
+    return with_checkpoints(plan, dict.fromkeys(chosen, "selective" if selective else True))
 
 
 def token_batch(rows: int, positions: int) -> dict[str, torch.Tensor]:
@@ -95,7 +102,7 @@ class Series:
     name: str
     config: Callable[[], PretrainedConfig]
     positions: int
-    checkpointed: bool
+    checkpointed: float | str  # the share of blocks, or "selective"
     hardware: Hardware
     runs: tuple[Run, ...]
     hybrid: bool = False  # HSDP within a node
@@ -115,10 +122,10 @@ class Series:
     def flops_per_token(self) -> float:
         """As benchmarks/README.md counts them."""
         config, linear = self.config(), (each for each in self.model.modules() if isinstance(each, nn.Linear))
-        attention = 12 * config.num_hidden_layers * config.hidden_size * self.positions
+        attention: int = 12 * config.num_hidden_layers * config.hidden_size * self.positions
         return 6 * sum(each.weight.numel() for each in linear) + attention
 
-    def traced(self, rows: int, *, checkpointed: bool) -> Step:
+    def traced(self, rows: int, *, checkpointed: float | str) -> Step:
         """One rank's step."""
         plan = plan_of(self.model, checkpointed=checkpointed, resharded=self.resharded)
         return step_of(self.model, plan, token_batch(rows, self.positions))
@@ -201,6 +208,7 @@ def far(hardware: Hardware) -> tuple[float, float]:
 H100, A100 = HARDWARE["h100"], HARDWARE["a100"]
 GRAND_TETON = replace(H100, memory_bandwidth=2.4e12)  # HBM2e, 500 W
 VELA = replace(A100, network_bandwidth=400e9 / 8 / 8)  # 400 Gbit/s for a node of 8
+VELA_H100 = replace(H100, network_bandwidth=800e9 / 8 / 8)
 
 
 def llama_8b() -> LlamaConfig:
@@ -228,9 +236,12 @@ def _foundry(
     return Series("llm-foundry", FOUNDRY, name, lambda: mpt(width, layers), 2048, checkpointed, hardware, _runs(*runs))
 
 
-def _fms(name: str, config: tuple[int, ...], hybrid: bool, rows: int, published: float) -> Series:
-    runs = _runs((128, rows, published))
-    return Series("fms-fsdp", FMS, name, lambda: llama(*config), 4096, not hybrid, VELA, runs, hybrid)
+def _fms(
+    name: str, config: tuple[int, ...], checkpointed: float, published: tuple[float, float], *, hybrid: bool = False
+) -> Iterator[Series]:
+    for hardware, ranks, speed in ((VELA, 128, published[0]), (VELA_H100, 96, published[1])):
+        shape, runs = functools.partial(llama, *config), _runs((ranks, 2, speed))
+        yield Series("fms-fsdp, compiled", FMS, name, shape, 4096, checkpointed, hardware, runs, hybrid)
 
 
 def _thunder(how: str, published: float) -> Series:
@@ -259,19 +270,29 @@ SERIES = (
         "Llama 8B",
         llama_8b,
         8192,
-        False,
+        "selective",
         GRAND_TETON,
         _runs((8, 2, 6667), (128, 2, 6514)),
     ),
-    Series("torchtitan", TITAN, "Llama 8B", llama_8b, 8192, False, GRAND_TETON, _runs((8, 2, 5762), (128, 2, 5605))),
+    Series(
+        "torchtitan",
+        TITAN,
+        "Llama 8B",
+        llama_8b,
+        8192,
+        "selective",
+        GRAND_TETON,
+        _runs((8, 2, 5762), (128, 2, 5605)),
+    ),
     Series("torchtitan, 2024", TITAN_A100, "Llama 8B", llama_8b, 8192, False, A100, _runs((64, 1, 2973))),
     Series("torchtitan, 2024", TITAN_A100, "Llama 70B", llama_70b, 8192, True, A100, _runs((64, 1, 331))),
     _foundry("MPT 1B", 2048, 24, False, H100, (16, 20, 46037), (32, 20, 45130), (64, 20, 44402)),
+    _foundry("MPT 7B", 4096, 32, False, H100, (8, 6, 10643), (128, 6, 10475), (256, 6, 10119), (512, 6, 9670)),
     _foundry("MPT 13B", 5120, 40, False, H100, (8, 2, 4792), (16, 2, 4767), (32, 2, 4811), (64, 2, 4800)),
     _foundry("MPT 7B", 4096, 32, True, A100, (32, 18, 3725), (64, 18, 3665), (128, 18, 3623)),
     _foundry("MPT 13B", 5120, 40, True, A100, (32, 14, 1998), (64, 16, 1976), (128, 16, 1972)),
-    _fms("Llama 2 7B", (4096, 11008, 32, 32, 32, 32000), True, 2, 3760),
-    _fms("Llama 2 13B", (5120, 13824, 40, 40, 40, 32000), True, 1, 1700),
-    _fms("Llama 2 34B", (8192, 22016, 48, 64, 8, 32000), False, 8, 772),
-    _fms("Llama 2 70B", (8192, 28672, 80, 64, 8, 32000), False, 6, 380),
+    *_fms("Llama 2 7B", (4096, 11008, 32, 32, 32, 32000), 0, (4550, 9600), hybrid=True),
+    *_fms("Llama 2 13B", (5120, 13824, 40, 40, 40, 32000), 1 / 3, (2150, 4850)),
+    *_fms("Llama 2 34B", (8192, 22016, 48, 64, 8, 32000), 1, (820, 1830)),
+    *_fms("Llama 2 70B", (8192, 28672, 80, 64, 8, 32000), 1, (410, 890)),
 )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -55,8 +56,9 @@ def mixtral() -> MixtralConfig:
 
 def qwen3_moe() -> Qwen3MoeConfig:
     """Qwen3-30B-A3B."""
-    shape = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
-    return Qwen3MoeConfig(**shape, head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
+    shape: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 4, "head_dim": 128}
+    return Qwen3MoeConfig(**shape, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
 
 
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -176,7 +178,7 @@ def beside_published(found: list[Compared]) -> str:
     lines = []
     for each in found:
         series, run = each.series, each.run
-        kind = f"{'HSDP' if series.hybrid else 'FSDP'}{', checkpointed' if series.checkpointed else ''}"
+        kind = f"{'HSDP' if series.hybrid else 'FSDP'}{_checkpoints(series.checkpointed)}"
         line = [f"{series.system}, {kind}", series.name, series.hardware.name.upper(), str(run.ranks)]
         line += [f"{run.published:,.0f}", f"{each.mfu:.1%}", f"{each.modeled:,.0f}", f"{each.error:+.0%}"]
         fitted = f"x {each.share:.2f}" if len(series.runs) > 1 else ""
@@ -184,6 +186,14 @@ def beside_published(found: list[Compared]) -> str:
         lines.append([*line, fitted, "" if each.fitted_error is None else f"{each.fitted_error:+.1%}"])
     sources = dict.fromkeys((each.series.system, each.series.source) for each in found)
     return "\n".join([markdown(titles, lines), "", *(f"- {system}: {source}" for system, source in sources)])
+
+
+def _checkpoints(checkpointed: float | str) -> str:
+    if isinstance(checkpointed, str):
+        return f", checkpointed: {checkpointed}"
+    if checkpointed in (0, 1):
+        return ", checkpointed" if checkpointed else ""
+    return f", {checkpointed:.0%} of blocks checkpointed"
 
 
 def beyond(models: list[Scaled], lost: float, latency: float) -> str:

@@ -42,8 +42,8 @@ def losses(side, case, steps=2):
 
 
 def test_shapes_are_the_published_ones():
-    counts = {name: sum(param.numel() for param in llama(name).parameters()) for name in ("1B", "8B")}
-    assert counts == {"1B": 1_235_814_400, "8B": 8_030_261_248}
+    counts = {name: sum(param.numel() for param in llama(name).parameters()) for name in ("1B", "7B", "8B")}
+    assert counts == {"1B": 1_235_814_400, "7B": 6_738_415_616, "8B": 8_030_261_248}
 
 
 def test_the_loss_in_chunks_is_the_loss():
@@ -97,8 +97,14 @@ def test_in_float32_every_side_has_the_same_losses_to_the_bit(model):
 
 
 def test_in_bf16_sharded_sides_agree_to_the_bit_and_others_start_alike():
+    half = replace(BASE, bf16=True)
     with world(0, CPU, "bf16"):
-        found = {side: losses(side, replace(BASE, bf16=True)) for side in (*SHARDED, "bare", "ddp")}
+        found = {side: losses(side, half) for side in (*SHARDED, "bare", "ddp")}
+        masterless = {tuple(losses(side, replace(half, masters=False))) for side in ("shardkit", "expert", "naive")}
+        training = SIDES["shardkit"].build(replace(half, masters=False), CPU)
+        training.step(ids())
+    assert {param.dtype for param in training.model.parameters()} == {torch.bfloat16}
+    assert masterless == {tuple(found["bare"])}
     assert len({tuple(found[side]) for side in SHARDED}) == 1
     # The bare model has the same weights in the first step, and then rounds its updates to 8 bits. Autocast adds up the
     # residual stream in float32.
@@ -189,6 +195,7 @@ WISHES = {
     "selective": {"checkpointing": "selective"},
     "compile": {"compile": True},
     "offload": {"offload": True},
+    "masterless": {"masters": False},
     "local": {"stepping": "local"},
     "in_backward": {"stepping": "in_backward"},
     "budget": {"budget_gib": 1.0},

@@ -87,7 +87,7 @@ def test_the_gpu_suite_has_every_side_and_every_axis():
     assert seen["checkpointing"] == {"none", "unit", "selective"}
     assert seen["stepping"] == {"fused", "foreach", "local", "in_backward"}
     assert seen["strategy"] == {None, "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"}
-    for name in ("bf16", "compile", "offload"):
+    for name in ("bf16", "masters", "compile", "offload"):
         assert seen[name] == {True, False}
     for name, least in (("sequence", 3), ("micro_batch", 4), ("replicas", 2), ("model", 4), ("budget_gib", 2)):
         assert len(seen[name]) >= least, name

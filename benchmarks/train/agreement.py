@@ -37,4 +37,4 @@ def compare(case: Case, losses: list[float], other: Case, others: list[float]) -
 
 
 def _arithmetic(case: Case) -> tuple[object, ...]:
-    return case.model, case.bf16, case.compile, case.sequence, case.micro_batch, case.fake_ranks
+    return case.model, case.bf16, case.masters, case.compile, case.sequence, case.micro_batch, case.fake_ranks

@@ -24,7 +24,9 @@ class Case:
         fake_ranks: 0 runs on the ranks that were launched; n is one rank of n pretended ones, whose collectives
             do nothing (the ``fake`` process group): real memory and kernels, no communication.
         sequence, micro_batch: tokens in a row, and rows for each rank in a step.
-        bf16: compute in bfloat16 with float32 parameters; False computes in float32.
+        bf16: compute in bfloat16; False computes in float32.
+        masters: float32 parameters, which the optimizer steps; False keeps parameters, gradients and optimizer state in
+            bfloat16, as some published runs do.
         reshard: ``reshard_after_forward``; None is the side's own choice.
         strategy: FSDP1's ShardingStrategy by name, for its sides.
         replicas: replicas of HSDP; 1 shards over all ranks.
@@ -42,6 +44,7 @@ class Case:
     sequence: int = 4096
     micro_batch: int = 1
     bf16: bool = True
+    masters: bool = True
     reshard: bool | int | None = None
     strategy: str | None = None
     replicas: int = 1

@@ -13,7 +13,7 @@ from benchmarks.train.group import Group
 
 RATE = {True: 0.40 * 989e12, False: 0.70 * 67e12}  # operations a second, bfloat16 or float32 (datasheet: 67e12)
 PROCESS = 4.0  # CUDA's context, first kernels of each library; imports happen while the last group is measured
-BUILD = {"tiny": 0.1, "1B": 1.0, "8B": 1.5, "70B": 3.0}  # a model on meta, its shards, and freeing them
+BUILD = {"tiny": 0.1, "1B": 1.0, "7B": 1.5, "8B": 1.5, "70B": 3.0}  # a model on meta, its shards, and freeing them
 COMPILE = 20.0  # the first time for a block's shape, cold cache; there is one kind of block, and a loss
 AGAIN = 8.0  # the same from the cache on disk
 OFFLOADED = 1.5  # copies to and from the CPU, and its AdamW, for a rank of 8 of 8B

@@ -123,6 +123,8 @@ FIGURES = (
     Figure("8B, fake 8: throughput of shardkit / FSDP1 FULL_SHARD", True, 1.05, "x", _speed("8b-shardkit", "8b-fsdp1")),
     Figure("8B, bf16, float32 masters, compiled, 1 rank: MFU", True, 55.0, "%", _mfu("8b-one")),
     Figure("1B, bf16, float32 masters, compiled, 1 rank: MFU", True, 50.0, "%", _mfu("1b-one")),
+    Figure("8B as KempnerForge ran it, no float32 masters, 1 rank: MFU", True, 54.5, "%", _mfu("8b-kempner")),
+    Figure("Llama 2 7B as thunder ran it, no float32 masters, fake 8: MFU", True, 58.2, "%", _mfu("7b-thunder")),
     Figure("1B, 16k tokens: throughput at fake 8 / bare bf16 model", True, 0.95, "x", _speed("1b-shardkit", "1b-bare")),
     Figure(
         "CPU time of a step outside the model: shardkit / by hand, torch's clip and AdamW", False, 0.6, "x", _outside

@@ -153,6 +153,7 @@ def settings(case: Case) -> str:
     """What a case changes of the defaults, in a few words."""
     words = {
         "float32": not case.bf16,
+        "no float32 masters": not case.masters,
         "transformers' Llama": case.model.startswith("hf-"),
         f"reshard {case.reshard}": case.reshard is not None,
         str(case.strategy): case.strategy is not None,

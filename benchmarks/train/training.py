@@ -36,8 +36,10 @@ def build(case: Case, device: torch.device) -> nn.Module:
         if case.model.startswith("hf-"):
             from benchmarks.train.hf import hf_llama
 
-            return hf_llama(SHAPES[case.model.removeprefix("hf-")], case.sequence)
-        return Llama(SHAPES[case.model], CHUNK)
+            model: nn.Module = hf_llama(SHAPES[case.model.removeprefix("hf-")], case.sequence)
+        else:
+            model = Llama(SHAPES[case.model], CHUNK)
+    return model if case.masters else model.to(torch.bfloat16)
 
 
 def birthplace(case: Case, device: torch.device) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -46,15 +46,18 @@ def ranks_of(groups: Groups) -> list[int]:
     return sorted(dist.get_process_group_ranks(groups[0])) if groups else [own_rank()]
 
 
+def _tried(body: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return body(), None
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        return None, error
+
+
 def on_each(body: Callable[[], Any], groups: Groups) -> dict[int, Any]:
     """Run a local body, and return its JSON-ready results on all ranks, by rank, or raise on all. Collective."""
     if not groups:
         return {own_rank(): body()}
-    own, problem = None, None
-    try:
-        own = body()
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        problem = error
+    own, problem = _tried(body)
     found = gather_by_rank([problem is not None, own], groups)
     if any(failed for failed, _ in found.values()):
         raise_together(problem, groups, CheckpointError)
@@ -68,12 +71,8 @@ def sums_on_each(body: Callable[[], Sequence[int]], count: int, groups: Groups) 
     """
     if not groups:
         return list(body())
-    own, problem = [0] * count, None
-    try:
-        own = list(body())
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        problem = error
-    signed = [each - (each >> 63 << 64) for each in (*own, int(problem is not None))]
+    own, problem = _tried(body)
+    signed = [each - (each >> 63 << 64) for each in (*(own or [0] * count), int(problem is not None))]
     for group in groups:
         total = torch.tensor(signed, device=collective_device(group))
         dist.all_reduce(total, group=group)
@@ -170,12 +169,13 @@ def background_groups(groups: Groups) -> Groups:
 
 
 @torch.no_grad()
-def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy into CPU memory; ties stay. Local."""
-    made = {id(tensor): _copy(tensor) for tensor in {id(each): each for each in tensors.values()}.values()}
-    if any(tensor.device.type != "cpu" for tensor in tensors.values()):
+def host_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Copy into CPU memory, each once, by the tensors' ids. Local."""
+    once = {id(tensor): tensor for tensor in tensors}
+    made = {key: _copy(tensor) for key, tensor in once.items()}
+    if any(tensor.device.type != "cpu" for tensor in once.values()):
         torch.accelerator.synchronize()
-    return {name: made[id(tensor)] for name, tensor in tensors.items()}
+    return made
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from shardkit.checkpoint.asynchronous import ranks_of
 from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
-from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint
+from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint, layouts_of
 from shardkit.checkpoint.source import Source, Stored, encode, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.errors import CheckpointError, message
@@ -23,11 +23,7 @@ KINDS = ("safetensors", "dcp", "full")
 
 
 def convert_checkpoint(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    *,
-    to: str | None = None,
-    overwrite: bool = False,
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, to: str | None = None, overwrite: bool = False
 ) -> None:
     """Convert the checkpoint at ``src`` to another kind, at ``dst``. Local: one process, without a model.
 
@@ -64,8 +60,9 @@ def convert_checkpoint(
         os.replace(temporary, place)
         flush_directory(place.parent)
     else:
-        options: Any = {"ranks": ranks_of([]), "format": kind, "token": directory.draw_token(), "replaces": overwrite}
-        commit_checkpoint(place, _content(source), [], **options)
+        content, ranks = _content(source), ranks_of([])
+        options: Any = {"ranks": ranks, "format": kind, "token": directory.draw_token(), "replaces": overwrite}
+        commit_checkpoint(place, content, layouts_of(content, kind, ranks), [], **options)
 
 
 def _tree(source: Source) -> dict[str, Any]:

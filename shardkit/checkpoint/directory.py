@@ -185,7 +185,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     The newest is the one that was completed last, whatever its name. A checkpoint is complete if its manifest is
     undamaged and every file has its size; leftovers of killed saves, unfinished saves and other directories are not.
 
-    Example:
+    Examples:
         >>> path = latest_checkpoint("runs")
         >>> start = load_checkpoint(path, model, optimizer)["step"] if path else 0
     """
@@ -302,12 +302,6 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
     if damaged := [name for name, entry in manifest.files.items() if not is_whole(name, entry.bytes)]:
         problem = f"has damaged files: {listing(damaged)}"
         raise CheckpointError(message(str(directory), problem, "They are missing, or of another size", WAY))
-
-
-def entry_of(file: Path) -> FileEntry:
-    """Return the entry of a file, after reading all of it. Local."""
-    size = file.stat().st_size
-    return FileEntry(size, size, crc32_of(file, size))
 
 
 def entries_of(files: Sequence[File], sums: Mapping[str, int]) -> dict[str, FileEntry]:

@@ -160,9 +160,8 @@ def _opened(path: Path, shapes: Shapes | None, with_optimizer: bool) -> Source:
         return TorchFiles(path, sets, shapes, with_optimizer)
     rule = f"A checkpoint has {directory.NAME} (shardkit), {DCP_NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or "
     rule += f"is a file of torch.save ({', '.join(SUFFIXES)})"
-    fix = (
-        "Pass the path of one checkpoint, latest_checkpoint() of a directory of several, or one file with a full model"
-    )
+    fix = "Pass the path of one checkpoint, latest_checkpoint() of a directory of several, or one file with a full "
+    fix += "model"
     raise CheckpointError(message(str(path), f"holds {listing(names) or 'nothing'}", rule, fix))
 
 

@@ -14,6 +14,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from shardkit._torch.dispatch import accelerator_state, default_generator
 from shardkit.checkpoint.asynchronous import on_each, own_rank, ranks_of, sums_on_each
 from shardkit.checkpoint.chunks import MASK, STAGE, covers, opened, part_of, raw, read_all, word_sum
-from shardkit.checkpoint.directory import WAY, FileEntry, Manifest, check_sizes, crc32_of, entry_of, read_manifest
+from shardkit.checkpoint.directory import WAY, FileEntry, Manifest, check_sizes, crc32_of, read_manifest
 from shardkit.checkpoint.format import INDEX, SUFFIX, Located, locate, read_parts, within
 from shardkit.checkpoint.source import Contents, States, Stored, contents_of, decode
 from shardkit.errors import CheckpointError, listing, message
@@ -158,9 +159,10 @@ def write_dcp(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str
 
     def own() -> dict[str, Any]:
         files = sorted(directory.glob(f"__{rank}_*")) + ([directory / DCP_NAME] if rank == 0 else [])
-        return {file.name: vars(entry_of(file)) for file in files}
+        sizes = {file: file.stat().st_size for file in files}
+        return {file.name: (size, size, crc32_of(file, size)) for file, size in sizes.items()}
 
-    return {n: FileEntry(**entry) for found in on_each(own, groups).values() for n, entry in found.items()}
+    return {n: FileEntry(*entry) for found in on_each(own, groups).values() for n, entry in found.items()}
 
 
 class NativeCheckpoint(Safetensors):
@@ -241,13 +243,15 @@ class NativeCheckpoint(Safetensors):
             raise self._refused(f"checksums differ in {listing(sorted(damaged))}; nothing was changed")
 
     def _own_sums(self, rank: int, world_size: int) -> list[int]:
-        """Return what this rank's share of each tensor adds to its checksum."""
-        buffer, sums = torch.empty(STAGE, dtype=torch.uint8), list[int]()
+        """Return what this rank's share, an equal part of the bytes of all, adds to the checksum of each tensor."""
+        buffer, sums, begin = torch.empty(STAGE, dtype=torch.uint8), list[int](), 0
+        share = -(-sum(at.entry.bytes for at in self.located.values()) // world_size)
         for at in self.located.values():
-            share = -(-at.entry.bytes // (8 * world_size)) * 8  # whole words
-            stop, total = min(share * (rank + 1), at.entry.bytes), 0
-            with opened(at.file, os.O_RDONLY) as descriptor:
-                for start in range(share * rank, stop, len(buffer)):
+            cuts = [max(share * number - begin, 0) for number in (rank, rank + 1)]
+            first, stop = (min(-(-cut // 8) * 8, at.entry.bytes) for cut in cuts)  # whole words
+            begin, total = begin + at.entry.bytes, 0
+            with opened(at.file, os.O_RDONLY) if first < stop else nullcontext(-1) as descriptor:
+                for start in range(first, stop, len(buffer)):
                     count = min(len(buffer), stop - start)
                     buffer[count : count + -count % 8] = 0
                     read_all(descriptor, raw(buffer[:count]), at.entry.start + start)

@@ -38,7 +38,6 @@ from shardkit.checkpoint.write import (
     MAX_SHARD_SIZE,
     Written,
     check_counts,
-    create_files,
     described,
     held_parts,
     laid_out,
@@ -166,7 +165,7 @@ def save_pretrained(
         CheckpointError: on every rank, with existing files unchanged: it is another kind of model, a tensor cannot be
             saved, a model or a checkpoint is there, ranks pass different arguments, or writing failed on some rank.
 
-    Example:
+    Examples:
         >>> save_pretrained(model, "out", dtype=torch.bfloat16)
         >>> AutoModelForCausalLM.from_pretrained("out")
     """
@@ -286,9 +285,7 @@ def _write(place: Path, files: list[File], export: Export, groups: Groups) -> No
 
     def write_own() -> list[int]:
         place.mkdir(parents=True, exist_ok=True)
-        if own_rank() == ranks[0]:
-            create_files(place, files)
-        return counts(write_parts(place, files, parts))
+        return counts(write_parts(place, files, parts, create=own_rank() == ranks[0]))
 
     of_parts = sums_on_each(write_own, len(written_names), groups)
     made: Written = {}
@@ -354,7 +351,7 @@ def named_full_tensors(
     Raises:
         ShardkitError: on every rank, as :func:`full_state_dict` and, for ``names="hub"``, :func:`save_pretrained`.
 
-    Example:
+    Examples:
         >>> for name, tensor in named_full_tensors(model, names="hub", dtype=torch.bfloat16):
         ...     engine.update_weight(name, tensor)
     """

@@ -115,14 +115,15 @@ def save_checkpoint(
         finish_pending()  # here, since a rank whose program has waited does not raise
         replaces = check_destination(place, format, overwrite, keep)
         content = _collected(model, optimizer, scheduler, extra, trainable_only)
-        _layouts(content, format, ranks)  # all of it is checked now
+        layouts = layouts_of(content, format, ranks)  # all of it is checked now
         same = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
         poll.same = same | {"trainable_only": trainable_only} | content.compared()
         poll.fix = "Pass the same; ranks that hold different models, such as pipeline stages, save with group="
         poll.own = directory.draw_token()  # the highest is of all
-        content = _staged(content) if async_ else content
+        if async_:
+            content, layouts = _staged(content, layouts)
     groups = background_groups(groups) if async_ else groups
-    write = partial(commit_checkpoint, place, content, groups, ranks=ranks, format=format, token=poll.any)
+    write = partial(commit_checkpoint, place, content, layouts, groups, ranks=ranks, format=format, token=poll.any)
     write = partial(write, replaces=replaces, keep=keep)
     if async_:
         return start_pending(write)
@@ -182,7 +183,7 @@ def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, tra
     )
 
 
-def _layouts(content: Content, format: str, ranks: Sequence[int]) -> dict[str, Layout]:
+def layouts_of(content: Content, format: str, ranks: Sequence[int]) -> dict[str, Layout]:
     """Return what is written as safetensors, by the names of files; for DCP also what is only summed. Local, pure."""
     sections = {"model": content.model, "optimizer": content.optimizer, "state": content.rest}
     layouts = dict[str, Layout]()
@@ -199,13 +200,16 @@ def plain_values(tensor: Tensor) -> Tensor:
     return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
 
-def _staged(content: Content) -> Content:
-    """Return it with copies in CPU memory. Local."""
-    sections = {"model": content.model, "optimizer": content.optimizer, "rest": content.rest}
-    flat = {f"{key}/{name}": tensor for key, part in sections.items() for name, tensor in part.items()}
-    made = host_copies(flat)
-    copied: Any = {key: {name: made[f"{key}/{name}"] for name in part} for key, part in sections.items()}
-    return replace(content, **copied)
+def _staged(content: Content, layouts: dict[str, Layout]) -> tuple[Content, dict[str, Layout]]:
+    """Return both with copies in CPU memory. Local."""
+    made = host_copies(chain(content.model.values(), content.optimizer.values(), content.rest.values()))
+
+    def copied(part: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: made[id(tensor)] for name, tensor in part.items()}
+
+    model, optimizer, rest = map(copied, (content.model, content.optimizer, content.rest))
+    placed = {key: each._replace(tensors=copied(each.tensors)) for key, each in layouts.items()}
+    return replace(content, model=model, optimizer=optimizer, rest=rest), placed
 
 
 # ---- how it is written ------------------------------------------------------------------------------------------
@@ -214,6 +218,7 @@ def _staged(content: Content) -> Content:
 def commit_checkpoint(
     path: Path,
     content: Content,
+    layouts: dict[str, Layout],
     groups: Groups,
     *,
     ranks: Sequence[int],
@@ -223,9 +228,8 @@ def commit_checkpoint(
     keep: int | None = None,
 ) -> None:
     """Write everything into a temporary directory, and rename it when all ranks have. Collective over ``groups``."""
-    layouts, files = _layouts(content, format, ranks), dict[str, FileEntry]()
     is_first, of_first = own_rank() == ranks[0], layouts.pop("state", Layout({}, []))
-    beside: list[int] = []
+    files, beside = dict[str, FileEntry](), list[int]()
 
     def write() -> list[int]:
         if is_first:

@@ -184,10 +184,8 @@ _FROM_JSON = {tag: from_json for tag, _, from_json in _ATOMS.values()}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _CONTAINERS = {tag: kind for kind, tag in (_SEQUENCES | _MAPPINGS).items()}
-_RULE = (
-    "A checkpoint holds None, bool, int, float, complex, str, bytes, torch's dtypes and devices, plain tensors, and "
-)
-_RULE += "lists, tuples, sets and dicts of these; nothing is pickled"
+_RULE = "A checkpoint holds None, bool, int, float, complex, str, bytes, torch's dtypes and devices, plain tensors, "
+_RULE += "and lists, tuples, sets and dicts of these; nothing is pickled"
 _FIX = "Leave it out, or save plain data instead, such as its state_dict()"
 
 

@@ -142,10 +142,8 @@ def _box(tensor: DTensor, rank: int, key: str) -> Box:
 
 
 def _refused(key: str, problem: str) -> CheckpointError:
-    rule = (
-        "Shards are read from the files of all ranks, as DTensors, ShardedTensors or FSDP1's flat parameters, and an "
-    )
-    rule += "optimizer of FSDP1 by name, from FSDP.optim_state_dict(model, optimizer)"
+    rule = "Shards are read from the files of all ranks, as DTensors, ShardedTensors or FSDP1's flat parameters, and "
+    rule += "an optimizer of FSDP1 by name, from FSDP.optim_state_dict(model, optimizer)"
     fix = "Pass the directory, with rank_<number> at the end of the files' names; or pass the model's file alone"
     return CheckpointError(message(key, problem, rule, fix))
 

@@ -23,7 +23,6 @@ from shardkit.checkpoint.asynchronous import own_rank
 from shardkit.checkpoint.chunks import (
     MASK,
     Part,
-    flush_files,
     opened,
     part_of,
     part_sum,
@@ -37,6 +36,7 @@ from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import is_first_replica, local_value, misplaced
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
+FILES = 64  # of a section, or at most twice as many: every rank opens all, so those of larger models are larger
 
 # By name, the elements of a tensor that a rank has written, and what they add to its checksum.
 Written: TypeAlias = "dict[str, tuple[int, int]]"
@@ -65,9 +65,12 @@ def described(tensor: Tensor) -> str:
 
 
 def laid_out(
-    tensors: Mapping[str, Tensor], name: str, most: int = MAX_SHARD_SIZE, dtype: torch.dtype | None = None
+    tensors: Mapping[str, Tensor], name: str, most: int | None = None, dtype: torch.dtype | None = None
 ) -> Layout:
-    """Assign different tensors to files, after checking that safetensors can hold them. Local."""
+    """Assign different tensors to files, after checking that safetensors can hold them. Local.
+
+    A file has at most ``most`` bytes; None is ``MAX_SHARD_SIZE``, or more where that would be too many files.
+    """
     if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
         floats = ", ".join(str(each) for each in NAMES if each.is_floating_point)
         raise CheckpointError(message("dtype", f"must be one of {floats}, got {dtype}", "", "Leave it out"))
@@ -81,6 +84,8 @@ def laid_out(
         if any(local_value(tensor).is_meta for tensor in different.values()):
             fix = "Call shardkit.materialize(model), or load_pretrained, before saving"
         raise CheckpointError(message("tensors", f"cannot be written: {listing(unfit)}", rule, fix))
+    if most is None:
+        most = max(MAX_SHARD_SIZE, sum(spec.bytes for spec in specs.values()) // FILES)
     return Layout(different, lay_out(specs, name, most))
 
 
@@ -149,28 +154,16 @@ def check_counts(files: Iterable[File], counts: Mapping[str, int]) -> None:
 # ---- how it is written ----------------------------------------------------------------------------------------
 
 
-def create_files(directory: Path, files: Iterable[File]) -> None:
-    """Give files their full size and their headers; others may be writing into them. Local: the first rank calls it."""
-    for file in files:
-        with opened(directory / file.name, os.O_WRONLY | os.O_CREAT) as descriptor:
-            os.ftruncate(descriptor, file.bytes)
-            write_all(descriptor, memoryview(file.head), 0)
-
-
 def write_own(directory: Path, layout: Layout, ranks: Sequence[int]) -> list[int]:
     """Write this rank's parts into the files, which the first makes; a layout without files is only summed. Local.
 
     Returns numbers whose sums over ranks :func:`check_written` takes.
     """
-    is_first, held = own_rank() == ranks[0], held_parts(layout.tensors, ranks)
+    held = held_parts(layout.tensors, ranks)
     written: Written = {}
     if layout.files:
         mine = {**held.pop("", {}), **layout.rows}
-        if is_first:
-            create_files(directory, layout.files)
-        written = write_parts(directory, layout.files, mine.items())
-        touched = [file.name for file in layout.files if is_first or not file.tensors.keys().isdisjoint(mine)]
-        flush_files(directory / name for name in touched)
+        written = write_parts(directory, layout.files, mine.items(), create=own_rank() == ranks[0], flush=True)
     numbers = {name: [*written.get(name, (0, 0)), 0, 0, 0] for name in (*layout.tensors, *layout.rows)}
     for at, parts in held.items():
         factor = int.from_bytes(hashlib.sha256(at.encode()).digest()[:8], "little") | 1
@@ -184,10 +177,16 @@ def write_own(directory: Path, layout: Layout, ranks: Sequence[int]) -> list[int
     return [number for each in numbers.values() for number in each]
 
 
-def write_parts(directory: Path, files: Sequence[File], parts: Iterable[tuple[str, Part]]) -> Written:
-    """Write parts of tensors, given with the tensors' names, to their places in files. Local."""
+def write_parts(
+    directory: Path, files: Sequence[File], parts: Iterable[tuple[str, Part]], create: bool = False, flush: bool = False
+) -> Written:
+    """Write parts of tensors, given with the tensors' names, to their places in files, each opened once. Local.
+
+    The first rank is to ``create`` all files, in full size and with headers; others may be writing into them.
+    """
     places = {name: (file.name, entry) for file in files for name, entry in file.tensors.items()}
-    jobs: dict[str, list[tuple[str, Part, Entry]]] = {}
+    whole = {file.name: file for file in files}
+    jobs: dict[str, list[tuple[str, Part, Entry]]] = {name: [] for name in whole if create}
     for name, part in sorted(parts, key=lambda each: places[each[0]][1].start):
         file, entry = places[name]
         jobs.setdefault(file, []).append((name, part, entry))
@@ -197,6 +196,9 @@ def write_parts(directory: Path, files: Sequence[File], parts: Iterable[tuple[st
     first = own_rank() % max(len(busy), 1)
     for target in busy[first:] + busy[:first]:
         with opened(directory / target, os.O_WRONLY | os.O_CREAT) as descriptor:
+            if create:
+                os.ftruncate(descriptor, whole[target].bytes)
+                write_all(descriptor, memoryview(whole[target].head), 0)
             for name, part, entry in jobs[target]:
                 for view, values, box in staged(part, entry.dtype):
                     if values is not view:
@@ -206,4 +208,6 @@ def write_parts(directory: Path, files: Sequence[File], parts: Iterable[tuple[st
                         write_all(descriptor, data[low:high], entry.start + start)
                     count, known = written.get(name, (0, 0))
                     written[name] = count + values.numel(), (known + part_sum(values, box, entry.shape)) & MASK
+            if flush:
+                os.fsync(descriptor)
     return written

@@ -12,6 +12,9 @@ from shardkit.plan.types import nbytes
 
 _EFFECT = "the fullest rank holds"  # in each note of this file
 SLACK = 0.01  # how much more than with the best dims the fullest rank may hold, so that small parameters keep dim 0
+# The same on more than MANY ranks. There torch copies a parameter on another dim from and to as many views as there are
+# ranks, in every collective (16,384: 0.1 s), and a rank's part of it is thousands of short runs in a file.
+MANY, SLACK_OF_MANY = 1024, 0.5
 
 
 def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
@@ -36,8 +39,9 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     saving = {shape: sum(waste for *_, waste in found) for shape, found in by_shape.items()}
     least = held - sum(saving.values())
     dims: dict[str, int] = {}
+    slack = SLACK if plan.mesh.shard_size <= MANY else SLACK_OF_MANY
     for shape in sorted(saving, key=lambda shape: -saving[shape]):
-        if held > (1 + SLACK) * least:
+        if held > (1 + slack) * least:
             dims |= {spec.fqn: dim for spec, dim, _ in by_shape[shape]}
             held -= saving[shape]
     notes = (*_chosen_notes(plan, dims, held), *_left_notes(plan, left, held))

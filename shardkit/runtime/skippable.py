@@ -327,7 +327,7 @@ def take_part(module: nn.Module, like: Tensor) -> Tensor:
     Raises:
         ShardkitError: ``like`` is not a floating-point tensor, or a unit has modules inside and outside of ``module``.
 
-    Example:
+    Examples:
         >>> linear, x = torch.nn.Linear(2, 2), torch.ones(3, requires_grad=True)
         >>> (x + take_part(linear, x)).sum().backward()
         >>> linear.weight.grad.sum()

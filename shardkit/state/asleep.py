@@ -52,7 +52,7 @@ def sleep(model: nn.Module | None = None, optimizer: Optimizer | Iterable[Optimi
             leaves it: ``sleep(optimizer=optimizer)`` after a step frees the state's memory for forward and backward.
         optimizer: one or several, also after ``step_on_local_shards``; None leaves their state.
 
-    Example:
+    Examples:
         >>> sleep(model, optimizer)
         >>> rollouts = engine.generate(prompts)
         >>> wake(model, optimizer)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from expert_net import EXPERTS, RULES, ExpertNet, batch, expert_plan, full, sharded_backward, train_both
+from expert_net import EXPERTS, RULES, ExpertNet, batch, expert_plan, train_both
+from layouts_net import full
 from meshes import mesh_of
 from torch import nn
 
@@ -15,9 +16,7 @@ from shardkit import (
     apply_plan,
     by_name,
     full_state_dict,
-    load_checkpoint,
     plan_model,
-    save_checkpoint,
     set_gradient_reduction,
     shard_model,
 )
@@ -142,32 +141,3 @@ def test_experts_start_from_the_first_copy_of_each_or_must_be_equal():
     whole, expected = full_state_dict(model), ExpertNet(0).state_dict()
     if dist.get_rank() == 0:
         assert all(torch.equal(whole[name], expected[name]) for name in expected)
-
-
-@distributed(world_size=4, backend="gloo")
-def run_checkpoint(folder: str, shape: tuple[int, ...] | None, load: str, save: str) -> None:
-    model = ExpertNet(seed=len(save))
-    if shape is not None:
-        mesh = mesh_of(shape, *AXES[-len(shape) :])
-        shard_model(model.split(mesh["ep"]), mesh=mesh, units=RULES)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if load:
-        load_checkpoint(f"{folder}/{load}", model, optimizer)
-    else:
-        sharded_backward(model, 0)
-        optimizer.step()
-    save_checkpoint(f"{folder}/{save}", model, optimizer)
-
-
-def test_checkpoints_move_between_any_expert_parallelism_bit_for_bit(tmp_path) -> None:
-    for shape, load, save in (
-        ((1, 4), "", "4"),
-        ((2, 2), "4", "2x2"),
-        ((2, 1, 2), "2x2", "2x1x2"),
-        (None, "2x1x2", "plain"),
-    ):
-        run_checkpoint(str(tmp_path), shape, load, save)
-    files = {name: sorted((tmp_path / name).rglob("*.safetensors")) for name in ("4", "2x2", "2x1x2", "plain")}
-    assert len(files["4"]) >= 2, "the model and the optimizer"
-    for name, paths in files.items():
-        assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in files["4"]], name

@@ -193,16 +193,7 @@ def test_what_one_rank_meets_all_raise_with_its_reason(function, rank, tmp_path)
         setattr(os, function, original)
     dist.barrier()
     assert listing(tmp_path) == ["step-1"]
-    assert value_of_sharded(tmp_path / "step-1") == 1.0
-
-
-def value_of_sharded(path: Path) -> float:
-    model = sharded(-1.0)
-    extra = load_checkpoint(path, model)
-    assert {value for param in model.parameters() for value in param.full_tensor().flatten().tolist()} == {
-        extra["value"]
-    }
-    return extra["value"]
+    assert value_of(tmp_path / "step-1") == 1.0
 
 
 # --- In the background ----------------------------------------------------------------------------------------------
@@ -308,7 +299,7 @@ def test_collectives_of_training_and_of_the_save_do_not_mix(tmp_path):
             assert total.item() == 2
     handles[-1].wait()
     dist.barrier()
-    assert all(value_of_sharded(tmp_path / f"step-{step}") == 1.0 for step in range(5))
+    assert all(value_of(tmp_path / f"step-{step}") == 1.0 for step in range(5))
 
 
 @distributed(world_size=2, backend="gloo")

@@ -34,17 +34,12 @@ def save_trained(path: Path, shape: tuple[int, ...] | None, format: str, async_:
     at_save = whole(*state)
     losses = train(*state, steps=3)
     handle.wait()
+    end = whole(*state)
     if is_first():
-        torch.save({"at_save": at_save, "losses": losses, "end": whole_locally(state)}, f"{path}.expected")
-    else:
-        whole_locally(state)
+        torch.save({"at_save": at_save, "losses": losses, "end": end}, f"{path}.expected")
 
 
-def whole_locally(state: tuple[object, ...]) -> dict[str, object]:
-    return whole(*state)
-
-
-def load_and_compare(path: Path, shape: tuple[int, ...] | None, goes_on: bool) -> None:
+def load_and_compare(path: Path, shape: tuple[int, ...] | None, goes_on: bool = False) -> None:
     """Load into what differs in every value, and compare; where the arithmetic is the same, train on too."""
     expected = torch.load(f"{path}.expected", weights_only=False)
     state = build(shape, seed=1, lr=0.5)
@@ -62,34 +57,13 @@ def load_and_compare(path: Path, shape: tuple[int, ...] | None, goes_on: bool) -
             assert_same(end, expected["end"])
 
 
-@distributed(world_size=4, backend="gloo")
-def save_on_4(path, shape, format, async_=False):
-    save_trained(path, shape, format, async_)
-
-
-@distributed(world_size=4, backend="gloo")
-def load_on_4(path, shape, goes_on):
-    load_and_compare(path, shape, goes_on)
-
-
-@distributed(world_size=2, backend="gloo")
-def load_on_2(path, shape):
-    load_and_compare(path, shape, goes_on=False)
-
-
-@distributed(world_size=3, backend="gloo")
-def load_on_3(path, shape):
-    load_and_compare(path, shape, goes_on=False)
+save_on_4 = distributed(world_size=4, backend="gloo")(save_trained)
+load_on_2, load_on_3, load_on_4 = (distributed(world_size=n, backend="gloo")(load_and_compare) for n in (2, 3, 4))
 
 
 @pytest.mark.parametrize(
     ("mesh", "format", "async_"),
-    [
-        ("fsdp", "safetensors", False),
-        ("hsdp", "safetensors", True),
-        ("fsdp", "dcp", True),
-        ("hsdp", "dcp", False),
-    ],
+    [("fsdp", "safetensors", False), ("hsdp", "safetensors", True), ("fsdp", "dcp", True), ("hsdp", "dcp", False)],
 )
 def test_training_goes_on_bit_for_bit(mesh, format, async_, tmp_path):
     save_on_4(tmp_path / "step-2", MESHES[mesh], format, async_)
@@ -103,11 +77,11 @@ def test_training_goes_on_bit_for_bit(mesh, format, async_, tmp_path):
 def test_into_other_worlds_and_meshes(format, tmp_path):
     path = tmp_path / "step-2"
     save_on_4(path, (4,), format)
-    load_on_4(path, MESHES["hsdp" if format == "dcp" else "ddp-like"], goes_on=False)
-    load_on_4(path, None, goes_on=False)
+    load_on_4(path, MESHES["hsdp" if format == "dcp" else "ddp-like"])
+    load_on_4(path, None)
     load_on_2(path, (2,))
     load_on_3(path, (3,))
-    load_and_compare(path, None, goes_on=False)
+    load_and_compare(path, None)
     save_on_4(tmp_path / "from-hsdp", (2, 2), format)
     load_on_3(tmp_path / "from-hsdp", (3,))
 
@@ -126,10 +100,8 @@ def test_plain_dcp_code_reads_what_we_write_and_we_read_what_it_writes(tmp_path)
     train(*state)
     expected = whole(*state)
     save_checkpoint(tmp_path / "ours", *state, format="dcp")
-    dcp.save(
-        {"model": tensors(state[0]), "optimizer": get_optimizer_state_dict(state[0], state[1])},
-        checkpoint_id=tmp_path / "theirs",
-    )
+    theirs = {"model": tensors(state[0]), "optimizer": get_optimizer_state_dict(state[0], state[1])}
+    dcp.save(theirs, checkpoint_id=tmp_path / "theirs")
     other = build((2, 2), seed=1)
     optimizer_state = get_optimizer_state_dict(other[0], other[1])
     del optimizer_state["state"]["unused"]

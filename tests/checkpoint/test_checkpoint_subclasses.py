@@ -14,7 +14,7 @@ from trees import assert_same
 
 from shardkit import init_on_meta, materialize, shard_model
 from shardkit.checkpoint import load_checkpoint, load_pretrained, save_checkpoint
-from shardkit.errors import CheckpointError, ShardkitError
+from shardkit.errors import CheckpointError
 from shardkit.state import full_state_dict
 from shardkit.testing import distributed, fake_world
 
@@ -171,29 +171,6 @@ def quantized(kind: str, seed: int = 0) -> Adapted:
     torch.manual_seed(seed)
     base = bnb.nn.Linear4bit(64, 64) if kind == "4bit" else bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
     return Adapted(base.requires_grad_(False)).to("cpu")
-
-
-@distributed(world_size=2, backend="gloo")
-def saves_by_fully_shard(kind, folder):
-    model = quantized(kind)
-    fully_shard(model.base, mesh=mesh_of((2,)))
-    fully_shard(model, mesh=mesh_of((2,)))
-    with pytest.raises(ShardkitError, match=r"base\.weight has no scales in state_dict"):
-        save_checkpoint(folder / "whole", model)
-    with pytest.raises(ShardkitError, match=r"base\.weight has no scales in state_dict"):
-        full_state_dict(model)
-    before = model.adapter.weight.to_local().detach().clone()
-    save_checkpoint(folder / "adapter", model, trainable_only=True)
-    with torch.no_grad():
-        model.adapter.weight.zero_()
-    load_checkpoint(folder / "adapter", model)
-    assert torch.equal(model.adapter.weight.to_local(), before)
-
-
-@pytest.mark.parametrize("kind", ["4bit", "8bit"])
-def test_without_its_scales_a_weight_is_refused_and_the_adapter_is_saved(kind, tmp_path):
-    saves_by_fully_shard(kind, tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["adapter"]
 
 
 @distributed(world_size=2, backend="gloo")

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import PermuteForRope, WeightConverter
 
 from shardkit import full_state_dict, init_on_meta, load_pretrained, save_checkpoint, save_pretrained, shard_model
@@ -45,11 +45,6 @@ def assert_equal(got, wanted) -> None:
 
 def is_fused(parameter: nn.Parameter) -> bool:
     return parameter.ndim == 3 and parameter.shape[1] > 1
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    return LlamaForCausalLM(LlamaConfig(**TEXT, tie_word_embeddings=True))
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------
@@ -109,7 +104,7 @@ def test_permuted_weights_pass_through_memory_whole(tmp_path):
 @distributed(world_size=2, backend="gloo")
 def test_adapters_are_saved_as_peft_saves_them(tmp_path):
     mesh = mesh_of((2,))
-    model = get_peft_model(llama(), LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM"))
+    model = get_peft_model(made("llama", 3), LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM"))
     theirs = tmp_path / "theirs"
     model.save_pretrained(theirs, is_main_process=mesh.get_rank() == 0)
     shard_model(model, mesh=mesh)
@@ -119,7 +114,7 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path):
     for config in configs:
         config["target_modules"].sort()  # a set in peft
     assert configs[0] == configs[1]
-    loaded = PeftModel.from_pretrained(llama(), tmp_path / "ours")
+    loaded = PeftModel.from_pretrained(made("llama", 3), tmp_path / "ours")
     assert_equal(load_peft_weights(tmp_path / "ours"), load_peft_weights(theirs))
     assert any("lora_" in name for name, _ in loaded.named_parameters())
 
@@ -142,7 +137,7 @@ def test_each_rank_reads_its_own_experts_alone(tmp_path):
 
 @distributed(world_size=2, backend="gloo")
 def test_errors_are_the_same_on_every_rank_and_leave_what_was_there(tmp_path):
-    model = shard_model(llama(), mesh=mesh_of((2,)))
+    model = shard_model(made("llama", 3), mesh=mesh_of((2,)))
     save_checkpoint(tmp_path / "checkpoint", model)
     save_pretrained(model, tmp_path / "hub")
     before = sorted(os.listdir(tmp_path / "hub"))
@@ -261,7 +256,7 @@ def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
 
 
 def test_a_plain_model_and_what_is_beside_it(tmp_path):
-    model = llama()
+    model = made("llama", 3)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "tokenizer.json").write_text("{}")
     save_pretrained(model, tmp_path / "out", dtype=torch.bfloat16)
@@ -275,7 +270,7 @@ def test_a_plain_model_and_what_is_beside_it(tmp_path):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_float8_weights_with_scales_are_refused(strict, tmp_path):
-    model = llama()
+    model = made("llama", 3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tensors = {name: value.to(torch.float8_e4m3fn) for name, value in before.items() if "q_proj" in name}
     scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in tensors}
@@ -300,7 +295,7 @@ def test_overwriting_carries_over_what_shardkit_did_not_write(tmp_path):
     (path / "notes").mkdir()
     (path / "notes" / "a.txt").write_text("note")
     os.symlink("notes/a.txt", path / "link")
-    model = llama()
+    model = made("llama", 3)
     save_checkpoint(path, model, format="dcp", overwrite=True)
     assert (path / "config.json").read_text() == "mine"
     assert (path / "link").read_text() == "note"
@@ -317,7 +312,7 @@ def test_overwriting_carries_over_what_shardkit_did_not_write(tmp_path):
 
 
 def test_a_converted_file_has_every_name_of_a_tied_tensor_on_one_storage(tmp_path):
-    model = llama()
+    model = made("llama", 3)
     save_checkpoint(tmp_path / "c", model)
     convert_checkpoint(tmp_path / "c", tmp_path / "again")
     for source in ("c", "again"):

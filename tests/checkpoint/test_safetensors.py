@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from safetensors_kinds import (
     SHARDED,
     assert_holds,
     mesh_of,
-    same,
     sharded,
-    tp_and_fsdp,
     value,
     whole_tensors,
     write_tensors,
@@ -56,50 +52,6 @@ def test_the_file_is_the_one_that_one_process_writes(how, tmp_path):
         into = {name: zeros_like(each) for name, each in sharded(whole, other).items()}
         read(tmp_path, into)
         assert_holds(into, whole)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_strided_shards_of_tensor_parallelism_and_fsdp(tmp_path):
-    block, whole = tp_and_fsdp(seed=0)
-    tensors = dict(block.named_parameters())
-    assert any(hasattr(place, "split_factor") for each in tensors.values() for place in each.placements), "none strided"
-    assert {each.device_mesh.ndim for each in tensors.values()} == {1, 2}, "one mesh only"
-    write_tensors(tmp_path, tensors)
-    assert (tmp_path / "model.safetensors").read_bytes() == save(whole, {"format": "pt"})
-    other, _ = tp_and_fsdp(seed=1)
-    read(tmp_path / "model.safetensors", dict(other.named_parameters()))
-    assert_holds(dict(other.named_parameters()), whole)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_above_a_size_there_are_many_files_and_an_index(tmp_path):
-    whole = whole_tensors()
-    files = write_tensors(tmp_path, sharded(whole, "fsdp"), max_shard_size=9000)
-    assert len(files) > 3
-    assert sorted(os.listdir(tmp_path)) == sorted(file.name for file in files)
-    assert all(file.bytes == (tmp_path / file.name).stat().st_size for file in files)
-    found = {}
-    for file in files[:-1]:
-        tensors = load_file(tmp_path / file.name)
-        assert set(file.tensors) == set(tensors)
-        assert sum(each.nbytes for each in tensors.values()) <= 9000 or len(tensors) == 1
-        found |= tensors
-    assert all(same(found[name], each) for name, each in whole.items())
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(each.nbytes for each in whole.values())
-    into = {name: zeros_like(each) for name, each in sharded(whole, "hsdp").items()}
-    read(tmp_path, into)
-    assert_holds(into, whole)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_ties_are_written_once_and_plain_tensors_by_one_rank(tmp_path):
-    whole = {"embed": value((7, 2), torch.float32, 0)}
-    tensor = sharded(whole, "fsdp")["embed"]
-    plain = torch.full((3,), float(dist.get_rank()))
-    files = write_tensors(tmp_path, {"embed": tensor, "head": tensor, "plain": plain})
-    assert sorted(files[0].tensors) == ["embed", "plain"]
-    assert load_file(tmp_path / "model.safetensors")["plain"].tolist() == [0, 0, 0]
 
 
 @distributed(world_size=4, backend="gloo")

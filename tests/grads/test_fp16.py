@@ -10,11 +10,10 @@ import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, one_large_batch, shard
 from grads_net import MESHES, full_grads, give_grads, sharded_net
 from meshes import mesh_of
-from test_grads import TpBlock
+from safetensors_kinds import tp_and_fsdp
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardkit import by_name, shard_model
 from shardkit.errors import ShardkitError
@@ -25,21 +24,12 @@ from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 
 
-def tp_block() -> nn.Module:
-    """On two meshes: the norm on data-parallel ranks alone."""
-    torch.manual_seed(0)
-    mesh = mesh_of((2, 2), "dp", "tp")
-    block = TpBlock()
-    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(block, mesh=mesh["dp"])
-    for param in block.parameters():
-        param.grad = torch.ones_like(param)
-    return block
-
-
 def model(case: str) -> nn.Module:
     if case == "tp":
-        return tp_block()
+        net = tp_and_fsdp()
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        return net
     ignored = ("gain", "narrow.bias") if case == "plain" else ()
     net = sharded_net(MESHES.get(case, (4,)), offload=case == "offload", ignored=ignored)
     give_grads(net)
@@ -139,16 +129,6 @@ def test_training_in_fp16_finds_its_scale_and_the_gradients_of_float32(shape):
     assert finite
     assert skipped > 0, "the first scale was low enough"
     assert scaler.get_scale() == 2.0 ** (13 - skipped)
-
-
-def test_it_is_torchs_and_its_state_too():
-    torchs, ours = torch.amp.GradScaler("cpu", init_scale=8.0), GradScaler()
-    assert isinstance(ours, torch.amp.GradScaler)
-    assert ours.is_enabled()
-    torchs.scale(torch.ones(()))
-    ours.load_state_dict(torchs.state_dict())
-    assert ours.scale(torch.ones(())).item() == 8.0
-    assert GradScaler(enabled=False).scale(torch.ones(())).item() == 1.0
 
 
 def test_gradients_in_float16_are_refused():

@@ -19,13 +19,11 @@ from grads_net import (
     mesh_of,
     sharded_net,
 )
-from safetensors_kinds import TpBlock
+from safetensors_kinds import tp_and_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardkit.errors import ShardkitError
 from shardkit.grads import clip_grad_norm_
@@ -84,11 +82,7 @@ def test_one_all_reduce_for_each_axis_that_must(shape, ignored, expected):
 @pytest.mark.parametrize("p", [2.0, math.inf])
 @distributed(world_size=4, backend="gloo")
 def test_tensor_parallel_and_fsdp_shards_together(p):
-    torch.manual_seed(0)
-    mesh = mesh_of((2, 2), "dp", "tp")
-    block = TpBlock()
-    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(block, mesh=mesh["dp"])
+    block = tp_and_fsdp()
     generator = torch.Generator().manual_seed(2)
     full = {}
     for name, param in block.named_parameters():

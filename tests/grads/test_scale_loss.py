@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import WEIGHTS, batches, integer_net, shard
-from grads_net import MESHES, full_grads, wrong_grads
+from grads_net import MESHES, assert_grads, full_grads
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,12 +33,6 @@ def token_mean(plain: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     return full_grads(plain)
 
 
-def assert_grads(net: nn.Module, expected: dict[str, Tensor]) -> None:
-    wrong = wrong_grads(net, expected)
-    assert not wrong, wrong
-    net.zero_grad()
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("mesh", MESHES)
 @distributed(world_size=4, backend="gloo")
@@ -59,6 +53,7 @@ def test_ragged_batches_give_the_mean_over_tokens_bit_for_bit(mesh, reduction):
             if afterwards:
                 scale_grads_(tokens, net)
             assert_grads(net, expected)
+            net.zero_grad()
 
 
 @pytest.mark.parametrize(("mesh", "expected"), [("fsdp", 1), ("hsdp", 1), ("ddp-like", 1)])

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from grads_net import Net
-from meshes import mesh_of
+from grads_net import shard as shard
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from shardkit.grads import accumulate
 
@@ -25,14 +24,6 @@ def integer_net(seed: int = 0) -> Net:
             param.copy_(torch.randint(-1, 2, param.shape, generator=generator))
         net.gain.fill_(2)
     return net
-
-
-def shard(net: Net, shape: tuple[int, ...] = (), ignored: tuple[str, ...] = (), **arguments: object) -> Net:
-    """As by hand: blocks and the root, which is left to torch; by default on one axis of all ranks."""
-    mesh, plain = mesh_of(shape or (dist.get_world_size(),)), {net.get_parameter(name) for name in ignored}
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh, **arguments)
-    return fully_shard(net, mesh=mesh, ignored_params=plain, **arguments)
 
 
 def batches(seed: int, micro_batches: int, ranks: int = 4) -> Tensor:

@@ -47,7 +47,6 @@ def gather(others: str, rank_1: str) -> str:
 SILENT = r"silent for \d+ s; last known call: "
 KINDS = {
     "skips a unit": Kind(gather("tower", r"layers\.2"), r"all-gather of layers\.2; .*py:\d+: x = layer\(x\), from"),
-    "skips a larger unit": Kind(gather("wide", "tower"), r"all-gather of tower; .*py:\d+: x = x \+"),
     "skips a smaller unit": Kind(gather("narrow", "wide"), r"all-gather of wide; .*py:\d+: x = x \+ self\.wide"),
     "clips to less": Kind(
         call(r"clip_grad_norm_\(max_norm=1\.0.*\)", r"clip_grad_norm_\(max_norm=0\.5.*\)"), r"0\.5 if bad"
@@ -75,7 +74,7 @@ class Net(nn.Module):
             x = layer(x)
             if i == 1 and kind != "skips a smaller unit":
                 x = x + self.narrow(x).mean()
-            if i == 1 and kind != "skips a larger unit":
+            if i == 1:
                 x = x + self.wide(x).mean()
             if i == 1 and kind != "skips a unit":
                 x = x + self.tower(x)

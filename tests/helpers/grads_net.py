@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from meshes import mesh_of, part_of
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -34,24 +35,26 @@ class Net(nn.Module):
         return self.head(self.frozen(x) * self.gain) + self.narrow(x).sum(-1, keepdim=True)
 
 
+def shard(net: Net, shape: tuple[int, ...] = (), ignored: tuple[str, ...] = (), **arguments: object) -> Net:
+    """As by hand: blocks and the root, which is left to torch; by default on one axis of all ranks."""
+    mesh, plain = mesh_of(shape or (dist.get_world_size(),)), {net.get_parameter(name) for name in ignored}
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, **arguments)
+    return fully_shard(net, mesh=mesh, ignored_params=plain, **arguments)
+
+
 def sharded_net(shape: tuple[int, ...], dtype=torch.float32, offload=False, ignored=()) -> Net:
     torch.manual_seed(0)
-    net = Net().to(dtype)
-    mesh = mesh_of(shape)
     policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
-    plain = {net.get_parameter(name) for name in ignored}
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(net, mesh=mesh, offload_policy=policy, ignored_params=plain)
-    return net
+    return shard(Net().to(dtype), shape, ignored, offload_policy=policy)
 
 
-def give_grads(net: nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
+def give_grads(net: nn.Module, seed: int = 1, skip: str = "") -> dict[str, torch.Tensor]:
     """Set every trainable parameter's gradient, shard or plain, from one full tensor; return those."""
     generator = torch.Generator().manual_seed(seed)
     full = {}
     for name, param in net.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad and name != skip:
             value = torch.randn(param.shape, generator=generator)
             full[name] = value.to(param.dtype)
             param.grad = like(full[name].clone(), param)
@@ -69,11 +72,11 @@ def full_grads(net: nn.Module) -> dict[str, torch.Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads_of.items()}
 
 
-def wrong_grads(net: nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names of gradients that are not the full ``expected``, to the bit; each rank looks at its own part."""
+def assert_grads(net: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    """Gradients are the full ``expected``, to the bit; each rank looks at its own part."""
     grads = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
     assert grads.keys() == expected.keys()
-    return [name for name, grad in grads.items() if not _same(grad, expected[name].to(grad.dtype))]
+    assert not [name for name, grad in grads.items() if not _same(grad, expected[name].to(grad.dtype))]
 
 
 def _same(part: torch.Tensor, full: torch.Tensor) -> bool:

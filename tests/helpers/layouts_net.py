@@ -30,12 +30,12 @@ class Layer(nn.Module):
 
 
 class Layered(nn.Module):
-    """Two layers between an embedding and a head that share one weight only by shape: stages could not be tied."""
+    """Two blocks between an embedding and a head that share one weight only by shape: stages could not be tied."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 6)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.blocks = nn.ModuleList(Layer() for _ in range(2))
         self.register_buffer("count", torch.arange(3))
 
 
@@ -48,9 +48,9 @@ def valued(net: nn.Module, seed: int) -> nn.Module:
     return net
 
 
-def blocks(net: nn.Module, **options: Any) -> nn.Module:
-    for layer in net.layers:
-        fully_shard(layer, **options)
+def blockwise(net: nn.Module, **options: Any) -> nn.Module:
+    for block in getattr(net, "blocks", ()):
+        fully_shard(block, **options)
     return fully_shard(net, **options)
 
 
@@ -59,43 +59,46 @@ def plain(net: nn.Module) -> nn.Module:
 
 
 def one_mesh(net: nn.Module) -> nn.Module:
-    return blocks(net, mesh=mesh_of((4,)))
+    return blockwise(net, mesh=mesh_of((4,)))
 
 
 def hsdp(net: nn.Module) -> nn.Module:
-    return blocks(net, mesh=mesh_of((2, 2)))
+    return blockwise(net, mesh=mesh_of((2, 2)))
 
 
 def tensor_parallel(net: nn.Module) -> nn.Module:
+    """Columns and rows cut by one axis, then rows by the other: strided shards; norms on one axis only."""
     mesh = mesh_of((2, 2), "dp", "tp")
-    for layer in net.layers:
-        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return blocks(net, mesh=mesh["dp"])
+    for block in net.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return blockwise(net, mesh=mesh["dp"])
 
 
 def overlapping(net: nn.Module) -> nn.Module:
     """Experts on slices of two ranks, each with all of them; the rest on all ranks."""
     mesh = mesh_of((2, 2), "efsdp", "ep")
-    for layer in net.layers:
-        fully_shard(layer.experts, mesh=mesh["efsdp"])
-    return blocks(net, mesh=mesh_of((4,)))
+    for block in net.blocks:
+        fully_shard(block.experts, mesh=mesh["efsdp"])
+    return blockwise(net, mesh=mesh_of((4,)))
 
 
 def expert_parallel(net: nn.Module) -> nn.Module:
     """Each rank of ``ep`` has other experts, which ``efsdp`` shards; the rest on all ranks."""
     mesh = mesh_of((2, 2), "efsdp", "ep")
     half, at = EXPERTS // 2, mesh["ep"].get_local_rank()
-    for layer in net.layers:
-        own = layer.experts.w.data[half * at : half * (at + 1)].clone()
-        layer.experts.w = nn.Parameter(DTensor.from_local(own, mesh["ep"], [Shard(0)]))
+    for block in net.blocks:
+        own = block.experts.w.data[half * at : half * (at + 1)].clone()
+        block.experts.w = nn.Parameter(DTensor.from_local(own, mesh["ep"], [Shard(0)]))
     return overlapping(net)
 
 
 def columns(net: nn.Module) -> nn.Module:
+    """Shards on the last dim where it divides."""
+
     def last_dim(param: nn.Parameter) -> Shard:
         return Shard(param.ndim - 1) if param.ndim > 1 and param.shape[-1] % 2 == 0 else Shard(0)
 
-    return blocks(net, mesh=mesh_of((2, 2)), shard_placement_fn=last_dim)
+    return blockwise(net, mesh=mesh_of((2, 2)), shard_placement_fn=last_dim)
 
 
 LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -108,11 +111,11 @@ def stage(net: nn.Module) -> nn.Module:
     """Keep this rank's stage of two, on a mesh of its own: ranks 0 and 1 the beginning, 2 and 3 the rest."""
     mesh = mesh_of((2, 2), "pp", "dp")
     number = mesh["pp"].get_local_rank()
-    del net.layers[1 - number]
-    net.layers = nn.ModuleDict({str(number): net.layers[0]})  # names stay those of the whole model
+    del net.blocks[1 - number]
+    net.blocks = nn.ModuleDict({str(number): net.blocks[0]})  # names stay those of the whole model
     if number:
         del net.embed
-    fully_shard(net.layers[str(number)], mesh=mesh["dp"])
+    fully_shard(net.blocks[str(number)], mesh=mesh["dp"])
     return fully_shard(net, mesh=mesh["dp"]) if not number else net
 
 

@@ -48,22 +48,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def give_random_grads(net: nn.Module, step: int, skip: str = "") -> None:
-    """Gradients that depend on the step and the name alone, so that every net and every optimizer gets the same."""
-    for name, param in net.named_parameters():
-        if not param.requires_grad or name == skip:
-            continue
-        generator = torch.Generator().manual_seed(1000 * step + sum(map(ord, name)))
-        part = torch.randn(local(param).shape, generator=generator).to(param.dtype)
-        grad = part
-        if isinstance(param, DTensor):
-            shape, stride = param.shape, param.stride()
-            grad = DTensor.from_local(
-                part, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
-            )
-        param.grad = grad
-
-
 def assert_same_parameters(net: nn.Module, other: nn.Module) -> None:
     for (name, param), expected in zip(net.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(local(param), local(expected)), name

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import small_models
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,11 +18,9 @@ import shardkit
 STARTS = ("cpu", "meta", "device")
 
 
-class Block(nn.Module):
+class Block(small_models.Block):
     def __init__(self, scalar: bool) -> None:
         super().__init__()
-        self.up, self.norm = nn.Linear(8, 16), nn.LayerNorm(8)
-        self.down = nn.Linear(16, 8)
         self.gain = nn.Parameter(torch.tensor(0.5)) if scalar else 1.0
         self.register_buffer("seen", torch.zeros(()))
 
@@ -30,21 +29,11 @@ class Block(nn.Module):
         return x + self.gain * self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
-    def __init__(self, scalar: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.blocks = nn.ModuleList(Block(scalar) for _ in range(2))
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def net(scalar: bool = False) -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 8), Block(scalar), Block(scalar), nn.Linear(8, 10))
 
 
-def made(start: str, device: str, build: Callable[[], nn.Module] = Net) -> nn.Module:
+def made(start: str, device: str, build: Callable[[], nn.Module] = net) -> nn.Module:
     """The model, of the same values however it starts, before it is sharded."""
     torch.manual_seed(0)
     if start == "meta":
@@ -53,7 +42,7 @@ def made(start: str, device: str, build: Callable[[], nn.Module] = Net) -> nn.Mo
     return build().to(device) if start == "device" else build()
 
 
-def sharded(start: str, device: str, build: Callable[[], nn.Module] = Net, shape: Any = (2,), **settings: Any) -> Any:
+def sharded(start: str, device: str, build: Callable[[], nn.Module] = net, shape: Any = (2,), **settings: Any) -> Any:
     model = made(start, device, build)
     shardkit.shard_model(model, mesh=mesh_on(device, shape), **settings)
     return shardkit.materialize(model) if start == "meta" else model

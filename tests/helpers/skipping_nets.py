@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import torch
+from small_models import Block
 from torch import Tensor, nn
 
 from shardkit import take_part
 
 EXPERTS = 3
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Tower(nn.Module):
@@ -78,19 +70,6 @@ class Net(nn.Module):
 def net(straight: bool = False) -> Net:
     torch.manual_seed(0)
     return Net(straight).double()
-
-
-def largest_difference(model: nn.Module, plain: nn.Module) -> float:
-    """Of the norm of a gradient, relative to the largest norm; a gradient that the plain model lacks is zero."""
-    worst, largest = 0.0, 0.0
-    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if param.requires_grad:
-            assert param.grad is not None or other.grad is None, name
-            grad = torch.zeros_like(other) if param.grad is None else param.grad.full_tensor()
-            expected = torch.zeros_like(other) if other.grad is None else other.grad
-            worst = max(worst, (grad - expected).norm().item())
-            largest = max(largest, expected.norm().item())
-    return worst / (largest or 1.0)
 
 
 Batch = tuple[Tensor, Tensor | None, list[int]]

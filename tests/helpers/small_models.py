@@ -62,13 +62,6 @@ def step(model: nn.Module, batch: int = 2) -> None:
     model(torch.randint(0, 11, (batch, 5))).square().mean().backward()
 
 
-def param_groups(module: nn.Module) -> list[Any]:
-    """The groups of parameters that torch gathers together for a sharded module: several a module since torch 2.12."""
-    state = module._get_fsdp_state()
-    single = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []
-    return getattr(state, "_fsdp_param_groups", single)
-
-
 def snapshot(model: nn.Module) -> list[object]:
     """What sharding would change in a model, to show that nothing has."""
     modules = [(name, type(module), id(module)) for name, module in model.named_modules()]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import grads_net
 import torch
 import torch.distributed as dist
+from layouts_net import blockwise, columns, hsdp, plain, tensor_parallel
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
@@ -28,7 +29,7 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-class Net(nn.Module):
+class Net(grads_net.Net):
     """Tied, frozen, dims that 4 ranks share unevenly (7, 6, 10) or not at all (3, 1), buffers kept and not, extras.
 
     Two ranks share 7 and 3 unevenly, and 1 not at all.
@@ -36,13 +37,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.narrow = nn.Linear(WIDTH, 3)
-        self.gain = nn.Parameter(torch.ones(1))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
         self.batch_norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("counts", torch.arange(5, dtype=torch.int16))
         self.register_buffer("scale", torch.tensor(1.5, dtype=torch.float64))
@@ -63,65 +58,17 @@ class Net(nn.Module):
         return self.head(self.frozen(x) * self.gain) + self.narrow(x).sum(-1, keepdim=True)
 
 
-class Odd(nn.Module):
-    """Dtypes and sizes that arithmetic rarely sees: frozen, since integers are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        made = {
-            "bf16": torch.randn(9, 5).bfloat16(),
-            "fp8": torch.randn(8, 4).to(torch.float8_e4m3fn),
-            "complex": torch.randn(5, 3, dtype=torch.complex64),
-            "empty": torch.empty(0, 4),
-            "no_columns": torch.empty(6, 0),
-            "float64": torch.randn(4, 2, dtype=torch.float64),
-        }
-        for name, value in made.items():
-            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
-        self.register_buffer("flags", torch.tensor([True, False, True]))
-        self.register_buffer("bytes", torch.arange(7, dtype=torch.uint8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.float64.sum()
-
-
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return build()
-
-
-def blockwise(net: nn.Module, **options: object) -> nn.Module:
-    for block in getattr(net, "blocks", ()):
-        fully_shard(block, **options)
-    return fully_shard(net, **options)
-
-
-def plain(net: nn.Module) -> nn.Module:
-    return net
 
 
 def fsdp(net: nn.Module) -> nn.Module:
     return blockwise(net, mesh=mesh_of((dist.get_world_size(),)))
 
 
-def hsdp(net: nn.Module) -> nn.Module:
-    return blockwise(net, mesh=mesh_of((2, 2)))
-
-
-def ddp_like(net: nn.Module) -> nn.Module:
-    return blockwise(net, mesh=mesh_of((4, 1)))
-
-
 def offloaded(net: nn.Module) -> nn.Module:
     return blockwise(net, mesh=mesh_of((4,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-def tensor_parallel(net: nn.Module) -> nn.Module:
-    """Columns and rows cut by one axis, then rows by the other: strided shards; norms on one axis only."""
-    mesh = mesh_of((2, 2), "dp", "tp")
-    for block in net.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return blockwise(net, mesh=mesh["dp"])
 
 
 def three_axes(net: nn.Module) -> nn.Module:
@@ -130,16 +77,6 @@ def three_axes(net: nn.Module) -> nn.Module:
     for block in net.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return blockwise(net, mesh=mesh["dp_replicate", "dp_shard"])
-
-
-def columns(net: nn.Module) -> nn.Module:
-    """Shards on the last dim where it divides."""
-    mesh = mesh_of((2, 2))
-
-    def last_dim(param: nn.Parameter) -> Shard:
-        return Shard(param.ndim - 1) if param.ndim > 1 and param.shape[-1] % 2 == 0 else Shard(0)
-
-    return blockwise(net, mesh=mesh, shard_placement_fn=last_dim)
 
 
 def ignoring(net: nn.Module) -> nn.Module:
@@ -167,7 +104,6 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
         plain,
         fsdp,
         hsdp,
-        ddp_like,
         offloaded,
         tensor_parallel,
         three_axes,
@@ -179,7 +115,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 # Those that ``layouts_net`` has not, and two of it, for models with ties, extra state and buffers.
-OTHERS = [name for name in LAYOUTS if name not in ("hsdp", "ddp_like", "columns")]
+OTHERS = [name for name in LAYOUTS if name not in ("hsdp", "columns")]
 
 
 def assert_same_state(found: dict[str, object], expected: dict[str, object]) -> None:
@@ -197,6 +133,19 @@ def assert_same_state(found: dict[str, object], expected: dict[str, object]) -> 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def two_groups(model: nn.Module, backwards: bool = False) -> list[dict]:
+    """Two groups with options of their own, and an empty one between them."""
+    named = list(model.named_parameters())
+    weights = [param for name, param in named if "bias" not in name]
+    biases = [param for name, param in named if "bias" in name]
+    step = -1 if backwards else 1
+    return [
+        {"params": weights[::step], "note": "weights"},
+        {"params": []},
+        {"params": biases[::step], "lr": 0.02, "weight_decay": 0.0},
+    ]
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from small_models import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo_entry import Entry, floats
-from zoo_usual import VOCAB, WIDTH, Block, NanoGpt, blocks, next_token, run, tokens, vectors
+from zoo_usual import VOCAB, WIDTH, NanoGpt, blocks, next_token, run, stacked, tokens, vectors
 
 # Parameters that are not like the others.
 
@@ -95,16 +96,11 @@ class Narrow(nn.Module):
 # Modules that are not called once each, in order.
 
 
-class SharedWeight(nn.Module):
+def shared_weight() -> nn.Module:
     """Two blocks share a weight, each by its own name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks(4)
-        self.layers[2].up.weight = self.layers[0].up.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return run(self.layers, x)
+    model = nn.Sequential(*blocks(4))
+    model[2].up.weight = model[0].up.weight
+    return model
 
 
 class Unordered(nn.Module):
@@ -170,43 +166,14 @@ class TupleBlock(nn.Module):
         return {"x": self.block(state["x"]) * scale, "step": state["step"] + 1}
 
 
-class Conditioned(nn.Module):
-    """As in DiT: what conditions the model enters every block beside its input, and scales are its functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
-        self.layers = nn.ModuleList(ConditionedBlock() for _ in range(3))
-        self.final_layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        condition = self.embed_time(x[:, :1, 0])
-        for layer in self.layers:
-            x = layer(x, condition)
-        return self.final_layer(x)
-
-
-class ConditionedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
-        self.mlp = nn.Linear(WIDTH, WIDTH)
-        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 2 * WIDTH))
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        scale, shift = self.modulation(condition)[:, None].chunk(2, -1)
-        return x + scale * self.mlp(self.norm(x) + shift)
-
-
 ODD = {
     "scalar": Entry(Scalar, vectors),
     "frozen": Entry(Frozen, tokens, next_token),
     "lora": Entry(lora, tokens, next_token),
     "mixed_dtypes": Entry(MixedDtypes, vectors),
     "narrow": Entry(Narrow, lambda seed: {"x": floats(seed, 2, WIDTH)}),
-    "shared_weight": Entry(SharedWeight, vectors),
+    "shared_weight": Entry(shared_weight, stacked),
     "unordered": Entry(Unordered, vectors),
     "moe": Entry(Moe, vectors, uneven=True),
     "own_checkpointing": Entry(OwnCheckpointing, vectors),
-    "conditioned": Entry(Conditioned, vectors, crossing=True),
 }

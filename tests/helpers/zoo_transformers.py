@@ -80,10 +80,6 @@ def _images(seed: int) -> Batch:
     return {"pixel_values": floats(seed, BATCH, 3, 16, 16), "labels": integers(seed, 2, BATCH)}
 
 
-def _segments(seed: int) -> Batch:
-    return {"pixel_values": floats(seed, BATCH, 3, 32, 32), "labels": integers(seed, 3, BATCH, 32, 32)}
-
-
 def _mel(seed: int) -> Batch:
     return {"input_features": floats(seed, BATCH, 8, 24), "labels": integers(seed, VOCAB, BATCH, LENGTH)}
 
@@ -120,8 +116,6 @@ TRANSFORMERS = {
     "bert": _entry("BertForMaskedLM", _tokens, **SIZES, **NO_DROPOUT),
     "albert": _entry("AlbertForMaskedLM", _tokens, **SIZES, embedding_size=8, **NO_DROPOUT,
         classifier_dropout_prob=0.0),
-    "modernbert": _entry("ModernBertForMaskedLM", _tokens, **SIZES, attn_implementation="eager", bos_token_id=1,
-        eos_token_id=2, cls_token_id=1, sep_token_id=2),
     "deberta": _entry("DebertaV2ForMaskedLM", _tokens, **SIZES, **NO_DROPOUT, relative_attention=True,
         pos_att_type=["p2c", "c2p"], max_relative_positions=8),
     # Tokens are tables whose weights are read. With SAM's own initializer_range, 1e-10, gradients are denormal, which
@@ -135,9 +129,6 @@ TRANSFORMERS = {
     "vit": _entry("ViTForImageClassification", _images, **SIZES, **NO_DROPOUT, **IMAGE),
     "swin": _entry("SwinForImageClassification", _images, image_size=16, patch_size=2, embed_dim=8, depths=[2, 2],
         num_heads=[1, 2], window_size=2, drop_path_rate=0.0),
-    "segformer": _entry("SegformerForSemanticSegmentation", _segments, num_labels=3, hidden_sizes=[8, 8, 8, 8],
-        depths=[1, 2, 1, 1], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=8, **NO_DROPOUT,
-        classifier_dropout_prob=0.0, drop_path_rate=0.0),
     "whisper": _entry("WhisperForConditionalGeneration", _mel, crossing=True, vocab_size=VOCAB, num_mel_bins=8,
         **ENCODER_DECODER, max_source_positions=12, max_target_positions=16, dropout=0.0, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),

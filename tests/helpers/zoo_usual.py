@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from small_models import Block
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 from zoo_entry import Batch, Entry, floats, integers
 
 VOCAB, WIDTH = 19, 8
-
-
-class Block(nn.Module):
-    """Pre-norm feed-forward with a residual: the block of most models below."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def blocks(count: int = 3, width: int = WIDTH) -> nn.ModuleList:
@@ -40,6 +27,11 @@ def tokens(seed: int) -> Batch:
 
 def vectors(seed: int) -> Batch:
     return {"x": floats(seed, 2, 5, WIDTH)}
+
+
+def stacked(seed: int) -> Batch:
+    """``vectors`` for an nn.Sequential."""
+    return {"input": floats(seed, 2, 5, WIDTH)}
 
 
 def pixels(seed: int) -> Batch:
@@ -143,30 +135,6 @@ class ResNet(nn.Module):
         return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
 
 
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Conv2d(3, 4, 3, padding=1)
-        self.down_blocks = nn.ModuleList([self.conv(4, 6), self.conv(6, 8)])
-        self.mid_block = self.conv(8, 8)
-        self.up_blocks = nn.ModuleList([self.conv(16, 6), self.conv(12, 4)])
-        self.out = nn.Conv2d(4, 3, 1)
-
-    @staticmethod
-    def conv(inner: int, outer: int) -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(inner, outer, 3, padding=1), nn.GroupNorm(2, outer), nn.SiLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, skips = self.inp(x), []
-        for down in self.down_blocks:
-            x = F.avg_pool2d(down(x), 2)
-            skips.append(x)
-        x = self.mid_block(x)
-        for up in self.up_blocks:
-            x = F.interpolate(up(torch.cat([x, skips.pop()], 1)), scale_factor=2.0)
-        return self.out(x)
-
-
 class AutoEncoder(nn.Module):
     """Transposed convolutions in channels_last: four-dimensional parameters are not contiguous."""
 
@@ -179,34 +147,9 @@ class AutoEncoder(nn.Module):
         return self.decoder(self.encoder(x.contiguous(memory_format=torch.channels_last))) - x
 
 
-class VisionNorm(nn.Module):
-    """Weight norm: the weight is computed from two parameters of a parametrization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(weight_norm(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)) for _ in range(3))
-        self.out = weight_norm(nn.Linear(WIDTH, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(1, 2)
-        for conv in self.convs:
-            x = F.elu(conv(x)) + x
-        return self.out(x.transpose(1, 2))
-
-
-class Spectral(nn.Module):
+class SpectralLayer(nn.Module):
     """Complex parameters, as in Fourier neural operators."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(SpectralLayer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return run(self.layers, self.lift(x))
-
-
-class SpectralLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
@@ -222,8 +165,6 @@ USUAL = {
     "nanogpt_tied": Entry(NanoGpt, tokens, next_token),
     "head_by_weight": Entry(HeadByWeight, tokens, next_token),
     "resnet": Entry(ResNet, pixels),
-    "unet": Entry(UNet, pixels),
     "channels_last": Entry(lambda: AutoEncoder().to(memory_format=torch.channels_last), pixels),
-    "weight_norm": Entry(VisionNorm, vectors),
-    "complex": Entry(Spectral, vectors),
+    "complex": Entry(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), SpectralLayer(), SpectralLayer()), stacked),
 }

@@ -3,7 +3,6 @@
 import os
 from functools import partial
 
-import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,13 +14,6 @@ from shardkit.demo.train import ByteTransformer
 from shardkit.testing import RankPool, distributed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="expectations for CPUs")
-
-
-def test_the_command_runs_in_processes_of_its_own():
-    run = forks.python("-m", "shardkit", "demo", "--ranks", "1", "--steps", "1")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "shardkit demo: 1 rank(s) on cpu, 1 steps" in run.stdout
-    assert run.stdout.count("  ok\n") == 3
 
 
 @pytest.fixture

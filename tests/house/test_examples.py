@@ -186,9 +186,7 @@ def test_a_plan_for_a_cluster_needs_none(capsys):
 def test_a_program_for_fsdp1_runs(tmp_path):
     example = runpy.run_path(str(EXAMPLES / "from_fsdp1.py"))
     path = tmp_path / "model.pt"
-
-    found = fsdp1_on_2(str(path), tmp_path / "losses")
-    assert found is None
+    fsdp1_on_2(str(path), tmp_path / "losses")
     found = json.loads((tmp_path / "losses").read_text())
     assert found[-1] < found[0]
     plain = example["build"]()

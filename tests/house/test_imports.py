@@ -18,7 +18,7 @@ MOST_CPU_SECONDS = 0.08  # 0.006 seen; it was 0.33 when every name was loaded at
 # Never needed by the library: the extras, and what torch itself can do without.
 OPTIONAL = ["numpy", "transformers", "tokenizers", "safetensors", "yaml", "pytest", "hypothesis", "matplotlib"]
 PROGRAM = """
-import json, sys, time
+import json, runpy, sys, time
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -39,10 +39,9 @@ report["name"] = loaded()
 refuse = sys.meta_path.pop(0)  # torch's own process group for one process uses hypothesis
 shard_model(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
 report["shard_model"] = loaded()
-from shardkit.__main__ import main
-try: main(["convert"])
-except SystemExit: pass
-report["command"] = loaded()
+sys.argv[1:] = ["convert"]
+try: runpy.run_module("shardkit", run_name="__main__")
+except SystemExit as end: report["command"] = end.code
 for name in OPTIONAL: sys.modules.pop(name, None)
 sys.meta_path.insert(0, refuse)
 import shardkit.testing
@@ -71,6 +70,7 @@ def test_importing_shardkit_is_cheap(report) -> None:
 
 
 def test_no_optional_package_is_needed(report) -> None:
+    assert report["command"] == 2  # a usage error
     assert "testing" in packages(report["without_optional_packages"])
 
 

@@ -6,16 +6,15 @@ import inspect
 
 import pytest
 import torch
-from grads_net import sharded_net
-from optim_nets import OPTIONS, PLAIN_ONLY, factory, give_random_grads, local, trainable
+from grads_net import give_grads, sharded_net
+from optim_nets import OPTIONS, PLAIN_ONLY, factory, local, trainable
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardkit.errors import ShardkitError
 from shardkit.optim import check_optimizer, step_on_local_shards, step_on_whole_matrices
-from shardkit.optim import local as local_step
 from shardkit.testing import distributed, fake_world
 
 
@@ -144,7 +143,7 @@ def test_steps_like_on_plain_tensors(make):
     shards = [nn.Parameter(local(param).clone()) for param in trainable(net)]
     ours, plain = step_on_local_shards(make(trainable(net)), elementwise=True), make(shards)
     for step in range(3):
-        give_random_grads(net, step)
+        give_grads(net, step)
         for shard, param in zip(shards, trainable(net), strict=True):
             shard.grad = local(param.grad).clone()
         ours.step()
@@ -168,7 +167,7 @@ def test_steps_like_on_plain_tensors(make):
 def test_a_step_that_assigns_to_data_reaches_the_shard():
     net = sharded_net((4,))
     optimizer = step_on_local_shards(Replacing(trainable(net)), elementwise=True)
-    give_random_grads(net, 0)
+    give_grads(net, 0)
     expected = [local(param) - local(param.grad) for param in trainable(net)]
     memory = [local(param).data_ptr() for param in trainable(net)]
     optimizer.step()
@@ -211,17 +210,6 @@ def test_threads_of_a_step_are_its_own():
     optimizer.step()
     assert optimizer.param_groups[0]["threads"] == before + 1
     assert torch.get_num_threads() == before
-
-
-@fake_world(4)
-def test_offloaded_shards_share_the_cores_of_the_machine(monkeypatch):
-    optimizer = factory("AdamW")(trainable(sharded_net((4,))))
-    assert local_step._threads(optimizer) is None
-    monkeypatch.setattr(DeviceMesh, "device_type", "cuda")
-    monkeypatch.setattr(local_step.os, "sched_getaffinity", lambda pid: range(12), raising=False)
-    for ranks, threads in (("1", 12), ("8", 1), ("16", 1), ("4", 3)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert local_step._threads(optimizer) == threads
 
 
 # check_optimizer.
@@ -271,16 +259,11 @@ def test_built_before_sharding_or_of_gathered_parameters():
         assert "built before the model was sharded or materialized, between forward" in complaint(stale, model)
 
 
-@pytest.mark.parametrize(("dtype", "lost"), [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)])
-def test_parameters_without_float32_masters(dtype, lost):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_without_float32_masters(dtype):
     model = net()
     model[0].to(dtype)
     model[3].to(dtype)  # frozen
     assert "0.weight, 0.bias" in (text := complaint(sgd(*model.parameters()), model))
     assert text.endswith("low_precision=True).")
     check_optimizer(sgd(*model.parameters()), model, low_precision=True)
-    for kind, moves in ((dtype, False), (torch.float32, True)):  # what the docstring says
-        weight = nn.Parameter(torch.ones(1, dtype=kind))
-        weight.grad = torch.full_like(weight, -lost)
-        torch.optim.SGD([weight], lr=1.0).step()
-        assert (weight.item() != 1.0) is moves

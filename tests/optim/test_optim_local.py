@@ -16,13 +16,13 @@ from optim_nets import (
     assert_same_parameters,
     assert_same_state,
     factory,
-    give_random_grads,
     local,
     trainable,
     two_nets,
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from shardkit.optim import step_on_local_shards
@@ -40,7 +40,7 @@ def run_both(ours, theirs, net, other, steps, start=0):
     for step in range(start, start + steps):
         skip = "gain" if step % 3 == 1 else ""  # no gradient: no step, and no state before its first one
         for model, optimizer in ((net, ours), (other, theirs)):
-            give_random_grads(model, step, skip)
+            give_grads(model, step, skip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -68,6 +68,21 @@ def test_the_same_bits_as_the_dtensor_step(name, flags):
             check_same_bits(name, flags, steps=4)
 
 
+@pytest.mark.parametrize(
+    ("width", "options", "as_list"), [(64, {}, True), (64, {"foreach": False}, False), (256, {}, False)]
+)
+@fake_world(4, rank=1)
+def test_small_shards_on_the_cpu_are_stepped_as_a_list(width, options, as_list, monkeypatch):
+    lists, adds = [], torch._foreach_add_
+    monkeypatch.setattr(torch, "_foreach_add_", lambda *args, **kwargs: (lists.append(args), adds(*args, **kwargs))[1])
+    layer = fully_shard(nn.Linear(width, width, bias=False))
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer = step_on_local_shards(torch.optim.AdamW(layer.parameters(), **options))
+    optimizer.step()
+    assert bool(lists) is as_list
+    assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @distributed(world_size=4, backend="gloo")
 def test_on_every_mesh_offloaded_and_in_half_precision(mesh):
@@ -93,8 +108,8 @@ def test_plain_parameters_beside_sharded_ones(flags):
     theirs = [make(params) for params in kinds]
     assert all(kinds)
     for step in range(5):
-        give_random_grads(net, step)
-        give_random_grads(other, step)
+        give_grads(net, step)
+        give_grads(other, step)
         ours.step()
         for each in theirs:
             each.step()
@@ -111,7 +126,7 @@ def test_groups_state_and_class_stay_what_they_were():
     groups, params = optimizer.param_groups, list(optimizer.param_groups[0]["params"])
     assert step_on_local_shards(optimizer) is optimizer
     assert step_on_local_shards(optimizer) is optimizer
-    give_random_grads(net, 0)
+    give_grads(net, 0)
     optimizer.step()
     assert isinstance(optimizer, torch.optim.AdamW)
     assert type(optimizer).__name__ == "AdamW"
@@ -174,7 +189,7 @@ def test_schedulers_made_before_and_after(before):
     our_schedule = our_schedule or schedule(ours, total_iters=3)
     for step in range(4):
         for model, optimizer, scheduler in ((net, ours, our_schedule), (other, theirs, their_schedule)):
-            give_random_grads(model, step)
+            give_grads(model, step)
             optimizer.step()
             scheduler.step()  # warnings are errors: it must know that the optimizer stepped
     assert our_schedule.get_last_lr() == their_schedule.get_last_lr() != [0.05 / 3]
@@ -196,7 +211,7 @@ def test_hooks_and_closures_see_dtensors():
     def closure():
         look()
         optimizer.zero_grad()
-        give_random_grads(net, len(seen))
+        give_grads(net, len(seen))
         return torch.tensor(3.0)
 
     assert optimizer.step(closure) == 3.0

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import Block, Decoder, param_groups, step
+from small_models import Block, Decoder, step
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +28,8 @@ from shardkit import (
     group,
     plan_model,
 )
-from shardkit._torch import torch_version
+from shardkit._fsdp import fsdp_units
+from shardkit._torch import torch_version, units_of
 from shardkit.plan import is_world_size
 from shardkit.testing import comm_counts, fake_world
 
@@ -135,7 +136,7 @@ def sharding(model: nn.Module) -> list[object]:
             facts.append((name, len(state._modules), ahead, state._mp_policy))
             facts += [
                 ([p._param_fqn for p in each.fsdp_params], repr(each.offload_policy), mesh_shape(each))
-                for each in param_groups(module)
+                for each in units_of(state)
             ]
         if name:  # the root's is shardkit's own entry, which the torch code does without
             facts.append(getattr(vars(module).get("forward"), "__name__", None))
@@ -316,9 +317,8 @@ def test_the_default_rule_plans_any_model(model: nn.Module, mesh: MeshSpec, chec
     with fake_world(mesh.size):
         apply_plan(model, plan)
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    groups = [param_groups(module) for module in model.modules() if isinstance(module, FSDPModule)]
-    in_torch = {id(each): len(each.fsdp_params) for found in groups for each in found}
-    assert sorted(in_torch.values()) == sorted(len(unit.params) for unit in plan.units if unit.params)
+    in_torch = sorted(len(unit.fsdp_params) for unit in fsdp_units(model))
+    assert in_torch == sorted(len(unit.params) for unit in plan.units if unit.params)
 
 
 def test_the_reduce_dtype_is_resolved() -> None:

@@ -108,6 +108,7 @@ def planned(*shapes: tuple[int, ...], mesh: MeshSpec, **options: object) -> Shar
         ((1024, 8192), 2048, 1),
         ((11008, 4096), 1024, 1),  # 10.75 rows a rank, so the first rank holds 2.3 % more
         ((128256, 4096), 1024, 0),  # 0.6 % more
+        ((53248, 16384), 16384, 0),  # 23 % more, on so many ranks that another dim costs more
         ((9,), 8, 0),
     ],
 )

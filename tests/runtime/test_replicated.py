@@ -252,7 +252,6 @@ def test_ignored_ones_are_not_reduced_and_it_is_said() -> None:
 
 @distributed(world_size=2, backend="gloo")
 def test_meta_and_state() -> None:
-    """Checkpoints of scalars are in tests/apply/test_expert_mesh.py."""
     with init_on_meta():
         model = net()
     materialize(shard_model(model))

@@ -35,14 +35,15 @@ def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def placed(shape: tuple[int, ...], placements: list, number: int, dtype: torch.dtype = torch.float32) -> DTensor:
-    return distribute_tensor(values((*SHAPES[number],), dtype), mesh_of(shape, *MESHES[shape]), placements)
+    full, mesh = values((*SHAPES[number],), dtype), mesh_of(shape, *MESHES[shape])
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(as_bytes(one), as_bytes(other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool])
 @distributed(world_size=4, backend="gloo")
 def test_gathered_and_scattered_they_are_the_same(dtype):
     tensors = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import mesh_of
-from state_models import LAYOUTS, Net, fsdp, seeded, train
+from state_models import LAYOUTS, Net, fsdp, seeded, train, two_groups
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,14 +34,6 @@ from shardkit.state import (
 from shardkit.testing import distributed
 
 FULL = StateDictOptions(full_state_dict=True)
-
-
-def two_groups(model: nn.Module) -> list[dict]:
-    """Two groups with options of their own, and an empty one between them."""
-    names = dict(model.named_parameters())
-    biases = [param for name, param in names.items() if "bias" in name]
-    others = [param for name, param in names.items() if "bias" not in name]
-    return [{"params": others, "note": "weights"}, {"params": []}, {"params": biases, "lr": 0.02, "weight_decay": 0.0}]
 
 
 class RowSums(Optimizer):

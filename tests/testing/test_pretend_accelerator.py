@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from pretend import pretend_accelerator
-from pretend_cases import STARTS, Net, adamw, check_same, devices, loss_of, made, mesh_on, plain, sharded
+from pretend_cases import STARTS, adamw, check_same, devices, loss_of, made, mesh_on, net, plain, sharded
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "recompute and prefetch": {"checkpoint_activations": True, "prefetch": 1},
     "kept": {"reshard_after_forward": False},
-    "scalars and offload": {"build": partial(Net, scalar=True), "offload_policy": OFFLOADED["pinned"]},
+    "scalars and offload": {"build": partial(net, scalar=True), "offload_policy": OFFLOADED["pinned"]},
 }
 
 
@@ -174,13 +174,9 @@ def check_steps() -> None:
             assert kept == ({"pretend"} if options else {"cpu", "pretend"}), name
 
 
-def test_local_steps_and_steps_in_backward(ranks: RankPool) -> None:
-    ranks.run(check_steps)
-
-
 def check_host_syncs() -> None:
     with pretend_accelerator() as accelerator:
-        model, optimizer = trained({}, build=partial(Net, scalar=True))
+        model, optimizer = trained({}, build=partial(net, scalar=True))
         shardkit.step_on_local_shards(optimizer)
         tokens = torch.zeros(4, 5, dtype=torch.long).to("pretend")
         counted = torch.ones((), device="pretend") * 20
@@ -200,10 +196,6 @@ def check_host_syncs() -> None:
         accelerator.syncs.clear()
         shardkit.clip_grad_norm_(offloaded, 0.5)
         assert sorted(accelerator.syncs) == ["copy to the device", "copy to the host"]  # one norm, one factor
-
-
-def test_a_steady_step_does_not_wait_for_the_device(ranks: RankPool) -> None:
-    ranks.run(check_host_syncs)
 
 
 def check_states(folder: str) -> None:
@@ -261,15 +253,11 @@ def check_gradients() -> None:
         assert devices(param.grad for param in model.parameters()) == {"pretend"}
 
 
-def test_scalers_accumulation_and_a_first_forward_in_inference_mode(ranks: RankPool) -> None:
-    ranks.run(check_gradients)
-
-
 def check_sleep() -> None:
     with pretend_accelerator() as accelerator:
         model = sharded("cpu", "pretend")
         optimizer = adamw(model.parameters())
-        predicted = estimate(Net(), world_size=2, batch=torch.ones(4, 5, dtype=torch.long))["ZeRO-3"].asleep
+        predicted = estimate(net(), world_size=2, batch=torch.ones(4, 5, dtype=torch.long))["ZeRO-3"].asleep
         for _ in range(2):
             loss_of(model, "pretend").backward()
             optimizer.step()
@@ -297,8 +285,9 @@ def check_sleep() -> None:
         assert memory_report(offloaded).measured["on the CPU"] == report["parameters"] - 8, "what is offloaded stays"
 
 
-def test_sleep_leaves_nothing_on_the_device(ranks: RankPool) -> None:
-    ranks.run(check_sleep)
+@pytest.mark.parametrize("check", [check_steps, check_host_syncs, check_gradients, check_sleep])
+def test_what_needs_no_files(ranks: RankPool, check: Callable[[], None]) -> None:
+    ranks.run(check)
 
 
 def check_drop_in(given: int | str | None) -> None:

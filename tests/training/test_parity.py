@@ -15,7 +15,6 @@ import torch
 from meshes import mesh_of
 from random_models import GOOD, drawn, outcomes
 from sent_bytes import GATHER, SentBytes
-from torch.distributed.fsdp import FSDPModule
 from zoo import ZOO
 
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
@@ -39,13 +38,9 @@ ON_4_RANKS = {
 }
 # Tied, encoder-decoder with a shared embedding, frozen: what the settings may disturb.
 VARIETY = ["nanogpt_tied", "t5", "frozen"]
-uneven_needs_a_setter = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch >= 2.13"
-)
-MODELS = [pytest.param(name, marks=uneven_needs_a_setter) if ZOO[name].uneven else name for name in ZOO]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ZOO)
 @distributed(world_size=2, backend="gloo")
 def test_default_rule(name):
     # Two ranks and two steps, so that each counts once; steps on local shards take less time than on DTensors.
@@ -63,12 +58,6 @@ def test_settings(setting, name):
 @distributed(world_size=4, backend="gloo")
 def test_settings_on_4_ranks(setting, name):
     parity.one_counts(name, **{"optimizer": "sgd", "steps": 2} | ON_4_RANKS[setting])
-
-
-@pytest.mark.parametrize("name", ["narrow", "shared_weight"])
-@distributed(world_size=4, backend="gloo")
-def test_hsdp(name):
-    parity.one_counts(name, mesh=(2, 2), optimizer="sgd", steps=3)
 
 
 @distributed(world_size=4, backend="gloo", timeout=600)

@@ -27,6 +27,7 @@ from benchmarks.train.training import (
 
 OPTIONS = frozenset(
     {"fake", "reshard", "reshard_int", "replicas", "unit", "selective", "compile", "offload", "in_backward"}
+    | {"masterless"}
 )
 Sharder = Callable[[nn.Module, Case, dict[str, Any]], object]
 

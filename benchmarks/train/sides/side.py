@@ -60,6 +60,7 @@ def asked(case: Case) -> Iterator[tuple[str, str]]:
         "selective": (case.checkpointing == "selective", "selective checkpointing"),
         "compile": (case.compile, "compiled blocks"),
         "offload": (case.offload, "CPU offload"),
+        "masterless": (not case.masters, "parameters in bfloat16 alone"),
         "local": (case.stepping == "local", "step on local shards"),
         "in_backward": (case.stepping == "in_backward", "optimizer in backward"),
         "budget": (case.budget_gib is not None, "memory budget"),

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from state_models import train
+from state_models import train, two_groups
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
@@ -67,19 +66,6 @@ def wrapped(whole: bool = False) -> nn.Module:
         return FSDP(net)
     net.body = FSDP(net.body, ignored_modules=[net.body.apart])
     return net
-
-
-def two_groups(model: nn.Module, backwards: bool = False) -> list[dict[str, Any]]:
-    """Two groups with options of their own, and an empty one between them."""
-    named = list(model.named_parameters())
-    weights = [param for name, param in named if "bias" not in name]
-    biases = [param for name, param in named if "bias" in name]
-    step = -1 if backwards else 1
-    return [
-        {"params": weights[::step], "note": "weights"},
-        {"params": []},
-        {"params": biases[::step], "lr": 0.02, "weight_decay": 0.0},
-    ]
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -201,30 +187,6 @@ def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
         state = TorchFSDP.optim_state_dict(net, theirs)
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(ours, optimizer, state))
     assert train(ours, optimizer, range(3, 6)) == train(net, theirs, range(3, 6))
-
-
-@distributed(world_size=2, backend="gloo")
-def test_torchs_checkpoint_functions_get_state_and_set_it_from_rank0():
-    """One after the other: set_state_dict takes two empty dicts for a wish to load the optimizer alone."""
-
-    def fresh() -> tuple[nn.Module, Optimizer]:
-        net = Parent()
-        net.body = FSDP(net.body)
-        model = FSDP(net)
-        return model, OPTIMIZERS["adamw"](model.parameters())
-
-    model, optimizer = fresh()
-    train(model, optimizer, range(3))
-    weights, full = copy.deepcopy((model.state_dict(), FSDP.optim_state_dict(model, optimizer)))
-    found = dsd.get_optimizer_state_dict(model, optimizer, options=dsd.StateDictOptions(full_state_dict=True))
-    assert_same(found["state"], full["state"])
-    expected = train(model, optimizer, range(3, 6))
-    model, optimizer = fresh()
-    given = (weights, full) if dist.get_rank() == 0 else ({}, {})
-    from_rank0 = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dsd.set_model_state_dict(model, given[0], options=from_rank0)
-    dsd.set_optimizer_state_dict(model, optimizer, given[1], options=from_rank0)
-    assert train(model, optimizer, range(3, 6)) == expected
 
 
 def as_held(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ SHORT = {
 # are clipped by moves by units in the last place (2e-7 seen), and what follows from it likewise.
 CLIPPED = {
     "nano_gpt": "--grad-clip 0.2",
-    "dit_ema": "--grad-clip 0.2 --policy class --data-parallel sdp",
+    "dit_ema": "--grad-clip 0.2 --policy class --strategy SHARD_GRAD_OP",
     "nested_lm": "--clip-norm 0.1 --norm-type inf --wrap-layers",
 }
 FLOAT32 = 1e-6
@@ -81,7 +81,7 @@ FULL = {
 # Each rank's own files, and directories of torch.distributed.checkpoint.
 SHARDED = {
     "llama_finetune": ("--out {at}", "--dist-checkpoint {at}/sharded --first-epoch 1"),
-    "nested_lm": ("--save-at 1 --out {at} --state local", "--restore {at} --first 1 --state local"),
+    "nested_lm": ("--save-at 1 --out {at}", "--restore {at} --first 1"),
     "pretrain_meta": ("--save-at 2 --ckpt {at}", "--ckpt {at}"),
     "dit_ema": ("--save-at 2 --out {at} --grad-clip 1e9", "--resume {at} --grad-clip 1e9"),
     "rlhf": ("--save-at 1 --out {at}", "--resume {at} --first 1"),

@@ -1,6 +1,5 @@
 """``python -m shardkit translate``: what it prints, its exit codes, and that what it prints can be used."""
 
-import builtins
 import json
 import sys
 from pathlib import Path
@@ -117,17 +116,3 @@ def test_json_holds_the_notes(capsys):
     data = json.loads(capsys.readouterr().out)
     assert yaml.safe_load(data["output"])["distributed_type"] == "FSDP"
     assert {"argument", "value", "support", "sentence"} == data["notes"][0].keys()
-
-
-def test_without_pyyaml_json_works_and_yaml_says_what_to_do(tmp_path, capsys, monkeypatch):
-    real = builtins.__import__
-
-    def without_yaml(name, *arguments, **options):
-        if name == "yaml":
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without_yaml)
-    assert run(FSDP1) == 1
-    assert "needs PyYAML, which is not installed. pip install pyyaml" in capsys.readouterr().err
-    assert run(config_file(tmp_path, distributed_type="FSDP")) == 0

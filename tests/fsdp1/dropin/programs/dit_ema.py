@@ -82,11 +82,7 @@ def setup_fsdp_sync(model, args, precision=None):
         model,
         auto_wrap_policy=policy,
         process_group=None,
-        sharding_strategy={
-            "h_sdp": ShardingStrategy._HYBRID_SHARD_ZERO2,
-            "fsdp": ShardingStrategy.FULL_SHARD,
-            "sdp": ShardingStrategy.SHARD_GRAD_OP,
-        }[args.data_parallel],
+        sharding_strategy=ShardingStrategy[args.strategy],
         mixed_precision=precision,
         device_id=torch.device("cpu"),
         sync_module_states=True,
@@ -172,8 +168,8 @@ def sample(ema):
 
 def main(argv=None):
     args = parse(
-        argv, steps=4, batch_size=4, micro_batch_size=2, lr=0.003, grad_clip=2.0, policy="lambda", data_parallel="fsdp",
-        precision="fp32", grad_precision="", no_sync=False, fresh_optimizer=False,
+        argv, steps=4, batch_size=4, micro_batch_size=2, lr=0.003, grad_clip=2.0, policy="lambda",
+        strategy="FULL_SHARD", precision="fp32", grad_precision="", no_sync=False, fresh_optimizer=False,
         save_at=0, out="", resume="",
     )  # fmt: skip
     model, ema = build(args)

@@ -102,8 +102,6 @@ def train(model, optimizer, scheduler, args, rank, world_size):
         losses.append(evaluation(model, args, rank, world_size))
         if args.out and epoch == args.first_epoch:
             policies.save_model_and_optimizer_sharded(model, args.out + "/sharded", optimizer)
-            if args.use_peft:
-                policies.save_adapters(model, args.out + "/adapters.pt")
     return losses
 
 

@@ -5,9 +5,9 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import is_trained_leaf, write
-from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, StateDictType
+from harness import is_trained_leaf
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.fsdp.fully_sharded_data_parallel import CPUOffload
 from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -64,12 +64,3 @@ def load_optimizer_sharded(model, optimizer, directory):
         state = {"optim": FSDP.optim_state_dict(model, optimizer)}
         dcp.load(state_dict=state, storage_reader=dcp.FileSystemReader(directory))
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
-
-
-def save_adapters(model, path):
-    """Only what trains, from the full state on rank 0."""
-    with FSDP.state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    ):
-        state = model.state_dict()
-    write({name: value for name, value in state.items() if "lora_" in name}, path)

@@ -1,7 +1,7 @@
 """A language model that wraps itself while it is built: enable_wrap and wrap around checkpointed layers.
 
 FSDP is subclassed, as older training libraries do, and takes its group by position. The loss is scaled for fp16,
-state is one file a rank (SHARDED and LOCAL), and the norm of the weights is logged.
+state is one file a rank (LOCAL), and the norm of the weights is logged.
 """
 
 import contextlib
@@ -16,8 +16,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import (
     LocalStateDictConfig,
     MixedPrecision,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -96,30 +94,16 @@ def weight_norm(model):
         return torch.stack([p.detach().float().norm() for p in model.parameters()]).norm().item()
 
 
-def state_type(args):
-    if args.state == "local":
-        return StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), None
-    return StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-
-
 def save(model, optimizer, args):
-    kind, config, optim_config = state_type(args)
-    with FSDP.state_dict_type(model, kind, config, optim_config):
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        if kind is StateDictType.SHARDED_STATE_DICT:
-            state["optimizer"] = FSDP.optim_state_dict(model, optimizer)
-    write_own(state, args.out)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()):
+        write_own({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.out)
 
 
 def load(model, optimizer, args):
     state = read_own(args.restore)
-    kind, config, optim_config = state_type(args)
-    with FSDP.state_dict_type(model, kind, config, optim_config):
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()):
         model.load_state_dict(state["model"])
-        optim_state = state["optimizer"]
-        if kind is StateDictType.SHARDED_STATE_DICT:
-            optim_state = FSDP.optim_state_dict_to_load(model, optimizer, optim_state)
-    optimizer.load_state_dict(optim_state)
+    optimizer.load_state_dict(state["optimizer"])
 
 
 def train_step(model, optimizer, scaler, args, step):
@@ -146,7 +130,7 @@ def train_step(model, optimizer, scaler, args, step):
 def main(argv=None):
     args = parse(
         argv, steps=3, first=0, layers=2, update_freq=2, clip_norm=0.0, norm_type=2.0, bf16=False, reshard=False,
-        wrap_layers=False, checkpoint_activations=False, state="sharded", save_at=0, out="", restore="",
+        wrap_layers=False, checkpoint_activations=False, save_at=0, out="", restore="",
     )  # fmt: skip
     model = build(args)
     assert model.unwrapped_module.max_positions() == model.max_positions() == 128
