@@ -99,9 +99,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         named = [(str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor)]
         if low := low_precision_problem(named, name):
             logger.warning(low)
-    if any(not held.isdisjoint(map(id, model.parameters())) for model in asleep):
-        rule = "sleep() has moved the memory of its parameters to the CPU"
-        raise ShardkitError(message(f"{name}.step()", "was called while its model is asleep", rule, "Call wake(model)"))
+    for model in asleep:
+        if not held.isdisjoint(map(id, model.parameters())):
+            problem, rule = "was called while its model is asleep", "sleep() has moved its memory to the CPU"
+            raise ShardkitError(message(f"{name}.step()", problem, rule, "Call wake(model)"))
     waiting, copies = not_ready(_units, held)
     for each in replicated_waiting:
         for param in each.waiting():
