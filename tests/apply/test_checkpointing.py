@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -75,18 +76,6 @@ def test_what_forward_changes_is_changed_once() -> None:
     assert model.layers[0].count == 5
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
-        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
-
-
 class Counts(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +100,7 @@ def test_what_each_policy_recomputes() -> None:
     grads = []
     for policy, expected in RECOMPUTED.items():
         torch.manual_seed(0)
-        model = nn.Sequential(Attention(), Attention())
+        model = nn.Sequential(Block(has_buffers=False), Block(has_buffers=False))
         shard_model(model, checkpoint_activations=policy)
         with Counts() as counts:
             model(x).square().mean().backward()
@@ -121,15 +110,51 @@ def test_what_each_policy_recomputes() -> None:
     assert all(torch.equal(one, other) for each in grads for one, other in zip(each, grads[0], strict=True))
 
 
+@torch.library.custom_op("shardkit::attention", mutates_args=())
+def attention(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Draws random numbers inside of one operator, as attention on a GPU does."""
+    kept = (torch.rand_like(x) >= dropout_p).to(x.dtype)
+    return x * kept, kept
+
+
+attention.register_autograd(
+    lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(attention(self.up(x), 0.5)[0]))
+
+
+@pytest.mark.parametrize("by_its_code", [False, True])
+@distributed(world_size=2)
+def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code: bool) -> None:
+    grads = []
+    for policy in (False, "selective"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Dropping(), Dropping())
+        plan = plan_model(model, checkpoint_activations=policy)
+        exec(plan.to_python(), {"model": model}) if by_its_code else shard_model(model, plan=plan)
+        model(torch.arange(80.0).view(2, 5, 8).sin()).square().mean().backward()
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
 @pytest.mark.parametrize("policy", ["some", 2, lambda *args: True])
 def test_a_policy_without_a_name_is_refused(policy: object) -> None:
     with pytest.raises(PlanError, match=r'checkpoint_activations must be True, False, "selective" or a policy, got'):
-        plan_model(nn.Sequential(Attention()), mesh=MeshSpec.sharded(2), checkpoint_activations=policy)
+        plan_model(nn.Sequential(Block(has_buffers=False)), mesh=MeshSpec.sharded(2), checkpoint_activations=policy)
 
 
 def test_a_policy_around_another_unit_is_refused() -> None:
     """torch raises in backward: the all-gather of the unit inside is not what the policy saw in forward."""
-    model = nn.Sequential(Attention(), Attention())
+    model = nn.Sequential(Block(has_buffers=False), Block(has_buffers=False))
     with pytest.raises(PlanError, match=r"0 has checkpoint_activations='selective', and 0.qkv inside is a unit"):
         plan_model(model, units=["0", "0.qkv"], mesh=MeshSpec.sharded(2), checkpoint_activations="selective")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from expert_net import EXPERTS, RULES, ExpertNet, batch, expert_plan, full, train_both
+from expert_net import EXPERTS, RULES, ExpertNet, batch, expert_plan, train_both
+from layouts_net import full
 from meshes import mesh_of
 from torch import nn
 

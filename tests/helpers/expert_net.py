@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from layouts_net import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_to_all_single
@@ -94,10 +95,6 @@ def sharded_backward(model: nn.Module, step: int) -> None:
 def plain_backward(model: nn.Module, ranks: int, step: int) -> None:
     losses = [model(*batch(rank, step)).square().sum() for rank in range(ranks)]
     torch.stack(losses).sum().div(sum(TOKENS[:ranks])).backward()
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def worst(pairs: Any) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from layouts_net import full
 from meshes import mesh_of, part_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -199,10 +200,6 @@ def _grads(model: nn.Module) -> dict[str, Tensor]:
     return {fqn: param.grad for fqn, param in model.named_parameters() if param.grad is not None}
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _differences(what: str, plain: dict[str, Tensor], sharded: dict[str, Tensor]) -> list[str]:
     """Each rank compares the part that it holds, so that together they compare all."""
     problems = [f"{what} {fqn} in one copy alone" for fqn in plain.keys() ^ sharded.keys()]
@@ -230,5 +227,5 @@ def _take_over(model: nn.Module, other: nn.Module) -> None:
     """Give ``model`` the parameters of ``other``, in its own dtypes, and no gradients."""
     others = dict(other.named_parameters())
     for fqn, param in model.named_parameters():
-        param.copy_(_full(others[fqn]))
+        param.copy_(full(others[fqn]))
         param.grad = None

@@ -7,7 +7,7 @@ from small_models import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo_entry import Entry, floats
-from zoo_usual import VOCAB, WIDTH, NanoGpt, blocks, next_token, run, tokens, vectors
+from zoo_usual import VOCAB, WIDTH, NanoGpt, blocks, next_token, run, stacked, tokens, vectors
 
 # Parameters that are not like the others.
 
@@ -96,16 +96,11 @@ class Narrow(nn.Module):
 # Modules that are not called once each, in order.
 
 
-class SharedWeight(nn.Module):
+def shared_weight() -> nn.Module:
     """Two blocks share a weight, each by its own name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks(4)
-        self.layers[2].up.weight = self.layers[0].up.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return run(self.layers, x)
+    model = nn.Sequential(*blocks(4))
+    model[2].up.weight = model[0].up.weight
+    return model
 
 
 class Unordered(nn.Module):
@@ -177,7 +172,7 @@ ODD = {
     "lora": Entry(lora, tokens, next_token),
     "mixed_dtypes": Entry(MixedDtypes, vectors),
     "narrow": Entry(Narrow, lambda seed: {"x": floats(seed, 2, WIDTH)}),
-    "shared_weight": Entry(SharedWeight, vectors),
+    "shared_weight": Entry(shared_weight, stacked),
     "unordered": Entry(Unordered, vectors),
     "moe": Entry(Moe, vectors, uneven=True),
     "own_checkpointing": Entry(OwnCheckpointing, vectors),

@@ -29,6 +29,11 @@ def vectors(seed: int) -> Batch:
     return {"x": floats(seed, 2, 5, WIDTH)}
 
 
+def stacked(seed: int) -> Batch:
+    """``vectors`` for an nn.Sequential."""
+    return {"input": floats(seed, 2, 5, WIDTH)}
+
+
 def pixels(seed: int) -> Batch:
     return {"x": floats(seed, 2, 3, 8, 8)}
 
@@ -142,19 +147,9 @@ class AutoEncoder(nn.Module):
         return self.decoder(self.encoder(x.contiguous(memory_format=torch.channels_last))) - x
 
 
-class Spectral(nn.Module):
+class SpectralLayer(nn.Module):
     """Complex parameters, as in Fourier neural operators."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(SpectralLayer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return run(self.layers, self.lift(x))
-
-
-class SpectralLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
@@ -171,5 +166,5 @@ USUAL = {
     "head_by_weight": Entry(HeadByWeight, tokens, next_token),
     "resnet": Entry(ResNet, pixels),
     "channels_last": Entry(lambda: AutoEncoder().to(memory_format=torch.channels_last), pixels),
-    "complex": Entry(Spectral, vectors),
+    "complex": Entry(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), SpectralLayer(), SpectralLayer()), stacked),
 }

@@ -30,8 +30,8 @@ def names(model: nn.Module) -> list[str]:
     return [unit.name for unit in plan_model(model, mesh=EIGHT).units]
 
 
-def blocks(number: int = 2) -> nn.ModuleList:
-    return nn.ModuleList(Block() for _ in range(number))
+def blocks(number: int = 2, dim: int = 8) -> nn.ModuleList:
+    return nn.ModuleList(Block(dim) for _ in range(number))
 
 
 class Expert(Block):
@@ -47,8 +47,8 @@ def shared(layer: nn.Module) -> nn.Module:
     return Model(own=nn.Linear(3, 3), layer=layer)
 
 
-def stage(number: int) -> nn.Module:
-    return Model(blocks=blocks(number), reduce=nn.Linear(8, 8))
+def stage(number: int, dim: int = 8) -> nn.Module:
+    return Model(blocks=blocks(number, dim), reduce=nn.Linear(dim, 2 * dim))
 
 
 @pytest.mark.parametrize(
@@ -99,36 +99,11 @@ def test_units(make: Callable[[], nn.Module], expected: list[str]) -> None:
     assert names(make()) == expected
 
 
-class Stage(nn.Module):
-    """Blocks, and a convolution that is a tenth of them."""
-
-    def __init__(self, number: int, dim: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(number))
-        self.reduce = nn.Linear(dim, 2 * dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.reduce(x)
-
-
-class Pyramid(nn.Module):
-    """Stages as attributes that a number tells apart, of which the second is larger than its largest block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(3, 256)
-        self.stage1, self.stage2 = Stage(2, 256), Stage(6, 1024)
-        self.head = nn.Linear(2048, 2000)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.stage2(self.stage1(self.stem(x))))
-
-
 def test_a_block_is_cut_where_it_is_larger_than_the_largest_that_cannot_be_cut() -> None:
+    """Stages as attributes that a number tells apart, of which the second is larger than its largest block."""
     with torch.device("meta"):
-        model = Pyramid()
+        stages = {"stage1": stage(2, 256), "stage2": stage(6, 1024)}
+        model = Model(stem=nn.Linear(3, 256), **stages, head=nn.Linear(2048, 2000))
     plan = plan_model(model, mesh=EIGHT, checkpoint_activations=True)
     inside = [f"stage2.blocks.{number}" for number in range(6)]
     assert [unit.name for unit in plan.units] == ["stage1", *inside, "head", "stage2", "(root)"]

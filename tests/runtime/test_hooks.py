@@ -119,6 +119,7 @@ def test_methods_that_gather():
     for options in OPTIONS.values():
         plain, model = pair(Coder, forward_methods=("encode", "body"), **options)
         assert_trains_alike(plain, model, lambda model, seed: model.body(tokens(seed)).square().mean())
+        assert_trains_alike(plain, model, lambda model, seed: model.encode(tokens(seed)).square().mean())
         assert_trains_alike(plain, model, usual_loss)
 
 
