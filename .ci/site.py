@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 PAGES = {**OUTSIDE, "index.md": "README.md"}  # the README is for who reads the repository; the site has its own front
 STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()
+CODE = re.compile("(?<=<code>)[^<]*")
 PACKAGES = ("fsdp1", "integrations", "memory", "sequence", "state", "testing", "watching")  # beside the top level
 
 
@@ -34,8 +35,13 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Show ``:func:`name``` of docstrings as code."""
-    return re.sub(r":\w+:<code>~?", "<code>", html)
+    """Show ``:func:`name``` of docstrings as code, and let code in tables break after its punctuation, for phones."""
+    html = re.sub(r":\w+:<code>~?", "<code>", html)
+    return re.sub(r"<t[dh]\b.*?</t[dh]>", lambda cell: CODE.sub(_breakable, cell[0]), html, flags=re.DOTALL)
+
+
+def _breakable(code):
+    return re.sub(r"([_.,(=])(?=\w)", r"\1<wbr>", code[0])
 
 
 def reference():

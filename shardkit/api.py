@@ -75,7 +75,7 @@ def plan_model(
         PlanError: what cannot be sharded as asked; all offenders are listed. With ``example_batch`` also a parameter
             used outside of its unit, or a model that does not run on fake tensors.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         >>> len(plan_model(model, mesh=MeshSpec.sharded(4)).units)
         3

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 Support: TypeAlias = Literal["mapped", "implied", "noted", "decision", "refused", "elsewhere", "unknown"]
 
-SUPPORT: dict[Support, str] = {  # best first
+SUPPORT: dict[Support, str] = {
     "mapped": "FSDP2 does the same, and the plan or the translation says so",
     "implied": "FSDP2 always does the same",
     "noted": "FSDP2 differs in memory, time or format, not in what is trained",
@@ -22,6 +22,7 @@ SUPPORT: dict[Support, str] = {  # best first
     "elsewhere": "not about sharding",
     "unknown": "a key that shardkit does not know and ignores",
 }
+"""What each kind of support means, for reports of translations; best first."""
 
 
 class Row(NamedTuple):

@@ -104,7 +104,7 @@ def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
     Raises:
         PlanError: ``sp`` does not divide the number of ranks.
 
-    Example:
+    Examples:
         >>> mesh = training_mesh(sp=2)
         >>> sampler = DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank())
     """

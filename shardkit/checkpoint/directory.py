@@ -185,7 +185,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     The newest is the one that was completed last, whatever its name. A checkpoint is complete if its manifest is
     undamaged and every file has its size; leftovers of killed saves, unfinished saves and other directories are not.
 
-    Example:
+    Examples:
         >>> path = latest_checkpoint("runs")
         >>> start = load_checkpoint(path, model, optimizer)["step"] if path else 0
     """

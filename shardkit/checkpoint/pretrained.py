@@ -165,7 +165,7 @@ def save_pretrained(
         CheckpointError: on every rank, with existing files unchanged: it is another kind of model, a tensor cannot be
             saved, a model or a checkpoint is there, ranks pass different arguments, or writing failed on some rank.
 
-    Example:
+    Examples:
         >>> save_pretrained(model, "out", dtype=torch.bfloat16)
         >>> AutoModelForCausalLM.from_pretrained("out")
     """
@@ -351,7 +351,7 @@ def named_full_tensors(
     Raises:
         ShardkitError: on every rank, as :func:`full_state_dict` and, for ``names="hub"``, :func:`save_pretrained`.
 
-    Example:
+    Examples:
         >>> for name, tensor in named_full_tensors(model, names="hub", dtype=torch.bfloat16):
         ...     engine.update_weight(name, tensor)
     """

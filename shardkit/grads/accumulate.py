@@ -63,7 +63,7 @@ def accumulate(
         ShardkitError: ``optimizer_in_backward`` steps the parameters, ``model`` is not a module, or ``keep_unsharded``
             is another string.
 
-    Example:
+    Examples:
         >>> for i, (inputs, targets) in enumerate(micro_batches):
         ...     with accumulate(model, last=i == len(micro_batches) - 1):
         ...         (loss_fn(model(inputs), targets) / len(micro_batches)).backward()
@@ -134,7 +134,7 @@ def reset_after_error(model: nn.Module) -> None:
     Raises:
         ShardkitError: ``model`` is a part of a root, whose other parts would not be reset.
 
-    Example:
+    Examples:
         >>> failed = False
         >>> try:
         ...     loss_fn(model(inputs), targets).backward()

@@ -58,7 +58,7 @@ def clip_grad_norm_(
     Raises:
         ShardkitError: for a bad argument, ranks outside the largest mesh, a step in backward, ``error_if_nonfinite``.
 
-    Example:
+    Examples:
         >>> norm = clip_grad_norm_(model, max_norm=1.0)
     """
     p, limit, params = float(norm_type), float(max_norm), _parameters(parameters)

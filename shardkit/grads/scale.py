@@ -38,7 +38,7 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     Raises:
         ShardkitError: ``num_tokens`` has dimensions.
 
-    Example:
+    Examples:
         >>> tokens = global_token_count(sum((labels != -100).sum() for _, labels in micro_batches), model)
     """
     count = torch.as_tensor(num_tokens).detach()
@@ -78,7 +78,7 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
         ShardkitError: trainable units divide by different numbers, because their meshes differ in size, or
             torch's ``set_gradient_divide_factor`` was called on some of them only.
 
-    Example:
+    Examples:
         >>> loss = F.cross_entropy(model(inputs), labels, ignore_index=-100, reduction="sum")
         >>> scale_loss(loss, tokens, model).backward()
     """
@@ -157,7 +157,7 @@ class GradScaler(UnscalingGradScaler):
         args, kwargs: as for torch's, ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``,
             ``enabled``.
 
-    Example:
+    Examples:
         >>> scaler = GradScaler()
         >>> scaler.scale(scale_loss(loss, tokens, model)).backward()
         >>> scaler.unscale_(optimizer)

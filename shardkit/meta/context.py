@@ -69,12 +69,11 @@ def init_on_meta() -> Iterator[None]:
     Raises:
         ShardkitError: the code uses a DTensor.
 
-    Example::
-
-        with init_on_meta():
-            model = Transformer(config)
-        shard_model(model)
-        materialize(model)
+    Examples:
+        >>> with init_on_meta():
+        ...     model = Transformer(config)
+        >>> shard_model(model)
+        >>> materialize(model)
     """
     with recording() as recorder:
         yield

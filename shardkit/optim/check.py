@@ -34,7 +34,7 @@ def check_optimizer(
     Raises:
         ShardkitError: the optimizer holds other tensors, or lacks trainable parameters; or they train in low precision.
 
-    Example:
+    Examples:
         >>> check_optimizer(optimizer, model)
     """
     check_module(model)

@@ -67,7 +67,7 @@ def step_on_local_shards(
         ShardkitError: it is not a ``torch.optim.Optimizer``, is not known to be element-wise, has
             ``differentiable=True``, wraps another one, or has a replaced ``step``. Nothing was changed.
 
-    Example:
+    Examples:
         >>> optimizer = step_on_local_shards(torch.optim.AdamW(model.parameters(), fused=True))
     """
     check_replaceable(optimizer, "step_on_local_shards")

@@ -59,7 +59,7 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
             replaced ``step``; nothing was changed. In ``step()``, on every rank: the step of an owner failed, owners
             disagree on a number, or state is of a tensor subclass.
 
-    Example:
+    Examples:
         >>> optimizer = step_on_whole_matrices(torch.optim.Muon(matrices, lr=0.02))
     """
     check_replaceable(optimizer, "step_on_whole_matrices")

@@ -105,7 +105,7 @@ class MeshSpec:
     one. ``shard_axes`` says how many of the last axes shard, where it is another number: on ``("efsdp", "ep")`` both
     do once a rule shards experts on ``"efsdp"`` alone.
 
-    Example:
+    Examples:
         >>> MeshSpec.hybrid(2, 4).size
         8
     """

@@ -79,7 +79,7 @@ def by_class(*classes: type[nn.Module] | str, **overrides: Unpack[Overrides]) ->
             compute in tiles; with ``replicate=True`` every rank holds their parameters in full, and one all-reduce at
             the end of backward reduces the gradients of all. If no rule makes units, the default rule does.
 
-    Example:
+    Examples:
         >>> by_class(nn.TransformerEncoderLayer, "MyBlock", reshard_after_forward=False).text
         "by_class(TransformerEncoderLayer, 'MyBlock')"
     """

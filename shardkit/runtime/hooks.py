@@ -148,7 +148,7 @@ def double_backward(model: nn.Module) -> Iterator[None]:
     Args:
         model: sharded by ``shard_model``, or plain, which is left alone.
 
-    Example:
+    Examples:
         >>> with double_backward(model):
         ...     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         ...     (model(x).mean() + grad.square().sum()).backward()

@@ -91,11 +91,7 @@ def is_skippable(module: nn.Module) -> bool:
 
 
 def watch_calls(callers: Sequence[SkippableUnit]) -> None:
-    """Make up for skipped calls of units from now on. Local, in place; all ranks must call it with the same units.
-
-    Args:
-        callers: the units whose forwards, wrapped by :func:`in_order`, call units.
-    """
+    """Make up for skipped calls of the units that ``callers`` call in forwards wrapped by :func:`in_order`. Local."""
     units = set(callers)
     for caller in callers:
         vars(caller.module).update({_UNIT: caller, _MADE: []})
@@ -331,7 +327,7 @@ def take_part(module: nn.Module, like: Tensor) -> Tensor:
     Raises:
         ShardkitError: ``like`` is not a floating-point tensor, or a unit has modules inside and outside of ``module``.
 
-    Example:
+    Examples:
         >>> linear, x = torch.nn.Linear(2, 2), torch.ones(3, requires_grad=True)
         >>> (x + take_part(linear, x)).sum().backward()
         >>> linear.weight.grad.sum()

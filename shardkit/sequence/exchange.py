@@ -92,7 +92,7 @@ def ulysses(
     Raises:
         PlanError: when called, if the ranks do not divide the query heads.
 
-    Example:
+    Examples:
         >>> attend = ulysses(F.scaled_dot_product_attention, mesh["sp"].get_group())
         >>> out = attend(query, key, value, is_causal=True)
     """

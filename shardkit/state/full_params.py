@@ -51,7 +51,7 @@ def full_params(
             with ``with_grads``, have different gradients; on exit, if a full parameter has another shape, or is gone,
             or for any error inside where ranks exchange it, with both ``writeback`` and ``rank0_only``.
 
-    Example:
+    Examples:
         >>> with full_params(model, writeback=True):
         ...     model.embed.weight[0].data.zero_()
     """

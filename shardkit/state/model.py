@@ -160,7 +160,7 @@ def full_state_dict(
     Raises:
         ShardkitError: on every rank, if a tensor is on the meta device, or a quantized weight lacks its scales.
 
-    Example:
+    Examples:
         >>> state = full_state_dict(model, dtype=torch.bfloat16)
         >>> if state:
         ...     torch.save(state, "model.pt")

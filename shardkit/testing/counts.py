@@ -42,7 +42,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         ShardkitError: a process group exists already.
         RuntimeError: ``rank`` is not in the world (torch's).
 
-    Example:
+    Examples:
         >>> from torch.distributed.fsdp import fully_shard
         >>> with fake_world(8):
         ...     model = fully_shard(torch.nn.Linear(16, 4))
@@ -94,7 +94,7 @@ def comm_counts() -> Iterator[CommCounts]:
     Yields a ``CommCounts`` that is updated as the block runs. ``all_gather_object`` and the like count as the
     collectives that they consist of.
 
-    Example:
+    Examples:
         >>> from torch.distributed.fsdp import fully_shard
         >>> with fake_world(8):
         ...     model = fully_shard(torch.nn.Linear(16, 8))
@@ -137,7 +137,7 @@ def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGro
         AssertionError: on every rank, naming the ranks that differ from the group's first.
         ShardkitError: ``value`` is neither a plain tensor nor bytes, or there is no process group.
 
-    Example:
+    Examples:
         assert_same_on_all_ranks(torch.nn.utils.get_total_norm(gradients).full_tensor())
     """
     if not dist.is_initialized():

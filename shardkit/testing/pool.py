@@ -86,7 +86,7 @@ class RankPool:
     Raises:
         ShardkitError: this process is a rank of another pool.
 
-    Example:
+    Examples:
         with RankPool(4) as pool:
             assert pool.run(torch.distributed.get_rank) == [0, 1, 2, 3]
     """
@@ -291,7 +291,7 @@ def distributed(
         ShardkitError: when decorating, if the function is inside another one, where other processes cannot find it.
         RankFailure: when called, if a rank raised, died or did not finish in time.
 
-    Example:
+    Examples:
         @distributed(world_size=4)
         def test_ranks_know_each_other():
             assert torch.distributed.get_world_size() == 4

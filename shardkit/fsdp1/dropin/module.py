@@ -80,7 +80,7 @@ class FullyShardedDataParallel(nn.Module):
         TranslationError: on every rank, with the model unchanged: FSDP1 would refuse the arguments too, or FSDP2
             cannot do what they ask for.
 
-    Example:
+    Examples:
         >>> from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
         >>> model = FSDP(model, auto_wrap_policy=policy)
         >>> optimizer = torch.optim.AdamW(model.parameters())

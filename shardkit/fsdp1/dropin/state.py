@@ -105,7 +105,7 @@ def state_dict_type(
 ) -> Iterator[None]:
     """Call ``set_state_dict_type`` for this context; an error restores the settings too, unlike in FSDP1. Local.
 
-    Example:
+    Examples:
         >>> with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
         ...     state = model.state_dict()
     """

@@ -60,7 +60,7 @@ def translate_fsdp1(
     Raises:
         TranslationError: FSDP1 would not take an argument either, or FSDP2 does not support it.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         >>> translation = translate_fsdp1(model, sharding_strategy="NO_SHARD", world_size=4)
         >>> str(translation.plan.mesh)

@@ -66,7 +66,7 @@ def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = N
     Raises:
         TranslationError: unknown strategy, or a hybrid one whose node size is unknown or does not divide the ranks.
 
-    Example:
+    Examples:
         >>> resolve_strategy("hybrid_shard", 16, ranks_per_node=8)
         Resolved(mesh=MeshSpec(shape=(2, 8), axis_names=('dp_replicate', 'dp_shard')), reshard_after_forward=True)
     """
