@@ -1,8 +1,9 @@
 """CPU memory that saving, loading, gathering and initializing take beyond what they leave: 4 gloo ranks, 2 GiB.
 
-Run: ``python -m benchmarks.state_memory [--mebibytes 2048]``. The model, and what a peak is, are those of
-``benchmarks.state_disk``; from each peak what stays is taken off: the shards of a model that was on meta, the full
-tensors where they go. The largest tensors are the embedding and the head, a bucket is 64 MiB.
+Run: ``python -m benchmarks.state_memory [--mebibytes 2048]``; ``--write`` puts the table into ``benchmarks/results/``.
+The model, and what a peak is, are those of ``benchmarks.state_disk``; from each peak what stays is taken off: the
+shards of a model that was on meta, the full tensors where they go. The largest tensors are the embedding and the head,
+a bucket is 64 MiB.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shardkit.state import full_state_dict, load_full_state_dict
 from shardkit.testing import RankPool
 
 MIB = 1 << 20
+RESULTS = Path(__file__).parent / "results" / "state_memory_202611.md"
 
 
 def recorded(mebibytes: int) -> Model:
@@ -69,17 +71,21 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mebibytes", type=int, default=2048, help="size of the model in float32")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, RankPool(RANKS, timeout=580) as pool:
         of_ranks = pool.run(on_rank, options.mebibytes, Path(folder))
     whole, largest = options.mebibytes, 64
-    print(
-        f"torch {torch.__version__}, {RANKS} gloo ranks; MiB: model {whole}, shards of a rank {whole // RANKS}, ",
-        end="",
-    )
-    print(f"largest tensor {largest}, bucket 64\n\n| call | rank 0 | most of the other ranks |\n| --- | --- | --- |")
+    sizes = f"MiB: model {whole}, shards of a rank {whole // RANKS}, largest tensor {largest}, bucket 64"
+    lines = [f"torch {torch.__version__}, {RANKS} gloo ranks; {sizes}.", ""]
+    lines += ["| call | rank 0 | most of the other ranks |", "| --- | --- | --- |"]
     for name, mebibytes in of_ranks[0].items():
-        print(f"| {name} | {mebibytes:,.0f} | {max(each[name] for each in of_ranks[1:]):,.0f} |")
+        lines.append(f"| {name} | {mebibytes:,.0f} | {max(each[name] for each in of_ranks[1:]):,.0f} |")
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if options.write:
+        command = f"`python -m benchmarks.state_memory --mebibytes {whole}`: beyond what stays."
+        RESULTS.write_text(f"# Memory of state, November 2026\n\n{command}\n\n{text}")
 
 
 if __name__ == "__main__":

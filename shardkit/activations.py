@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardkit._torch.dispatch import version_of
+from shardkit._torch.dispatch import schema, version_of
 from shardkit.errors import ShardkitError, message
 
 MADE_CALLS = "_shardkit_made_calls"  # as in runtime.skippable
@@ -25,12 +25,9 @@ def checkpointed(
 ) -> Callable[..., Any]:
     """Return the module's present forward, recomputed in backward instead of keeping its activations.
 
-    Args:
-        module: a recomputation starts from the same buffers as the forward, and what it writes to them is dropped:
-            running statistics and counters advance once.
-        fqn: its name, for errors.
-        policy: True recomputes all; else as :func:`policy_of` takes it.
-        to_compile: it will be compiled, and has no buffers. The compiler takes no contexts but torch's selective ones.
+    A recomputation starts from the same buffers as the forward, and what it writes to them is dropped: running
+    statistics and counters advance once. A policy of True recomputes all, others are as :func:`policy_of` takes them.
+    ``to_compile`` says that it has no buffers and will be compiled: the compiler takes torch's selective contexts only.
     """
     forward = module.forward
     run = functools.partial(checkpoint, forward, use_reentrant=False)
@@ -57,16 +54,19 @@ def checkpointed(
 def policy_of(name: str) -> Callable[..., CheckpointPolicy]:
     """Return what ``create_selective_checkpoint_contexts`` takes, for one forward of one module.
 
-    ``"selective"`` saves attention and every other matrix product, as torchtitan's per-op policy does; another name is
-    that of a policy, ``"package.module:function"``.
+    ``"selective"`` saves attention and every other matrix product, as torchtitan's per-op policy does. Attention with
+    dropout is not saved: what draws random numbers after it would draw others again. Another name is that of a policy,
+    ``"package.module:function"``.
     """
     if name != "selective":
         return pkgutil.resolve_name(name)  # type: ignore[no-any-return]
     is_saved = itertools.cycle([True, False])
 
     def policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_attention = "attention" in op.name() or "attn" in op.name()  # torch's, and FlashAttention's own
-        saves = next(is_saved) if op.name() in _PRODUCTS else is_attention
+        saves = op.name() in _PRODUCTS and next(is_saved)
+        if "attention" in op.name() or "attn" in op.name():  # torch's, and FlashAttention's own
+            names = (each.name for each in schema(op).arguments)
+            saves = not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

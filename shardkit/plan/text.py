@@ -163,18 +163,21 @@ def _facts(plan: PlanData, shared: set[str]) -> dict[str, str]:
 
 _CHECKPOINT = """
 def checkpoint_forward(module, **options):
+    # Backward runs forward again, and what it adds to buffers, such as running statistics, is added twice.
     module.forward = functools.wraps(module.forward)(
         functools.partial(checkpoint, module.forward, use_reentrant=False, **options)
     )
 """
 
 _SELECTIVE = """
-def selective():  # saves attention and every other matrix product
+def selective():  # saves attention, unless it draws random numbers for dropout, and every other matrix product
     is_saved = itertools.cycle([True, False])
 
     def policy(_, op, *args, **kwargs):
+        given = {**dict(zip((each.name for each in op._schema.arguments), args)), **kwargs}
         is_product = op.name() in ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
-        saves = next(is_saved) if is_product else "attention" in op.name() or "attn" in op.name()
+        is_attention = ("attention" in op.name() or "attn" in op.name()) and not given.get("dropout_p")
+        saves = next(is_saved) if is_product else is_attention
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -297,11 +300,6 @@ def _header(plan: PlanData) -> Iterator[str]:
     yield from ["", _DIVIDE] * any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units)
 
 
-def _contexts(policy: str) -> str:
-    made = f"functools.partial(create_selective_checkpoint_contexts, {policy.replace(':', '.')})"
-    return "selective" if policy == "selective" else made
-
-
 def _quoted(name: str) -> str:
     """Return a name as Python source, in double quotes; JSON's escapes are valid in Python."""
     return json.dumps(name, ensure_ascii=False)
@@ -348,8 +346,9 @@ def _unit(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> Iterator[str
         inside = ", ".join(_module(_quoted(fqn)) for fqn in unit.blocks_inside)
         yield f"for module in [{inside or targets}]:"
         yield from ["    checkpoint_forward(module)"] * (unit.checkpoint_activations is True)
-        if isinstance(unit.checkpoint_activations, str):
-            yield f"    checkpoint_forward(module, context_fn={_contexts(unit.checkpoint_activations)})"
+        if isinstance(saved := unit.checkpoint_activations, str):
+            made = f"functools.partial(create_selective_checkpoint_contexts, {saved.replace(':', '.')})"
+            yield f"    checkpoint_forward(module, context_fn={saved if saved == 'selective' else made})"
         yield from ["    module.forward = torch.compile(module.forward)"] * unit.compile
     mesh = "mesh" if plan.mesh.shard_axes == 1 else "joined"
     if unit.mesh is not None:

@@ -36,10 +36,7 @@ def replicate(model: nn.Module, fqns: Iterable[str], mesh: DeviceMesh) -> None:
     without a gradient contributes zeros; a parameter without a gradient on any rank keeps None. Sums are in float32
     or wider. Local; all ranks must call it with the same parameters.
 
-    Args:
-        model: sharded by ``fully_shard`` with these parameters among its ``ignored_params``.
-        fqns: of the parameters, each once.
-        mesh: the whole data-parallel mesh.
+    ``fully_shard`` had these among its ``ignored_params``; ``mesh`` is the whole data-parallel one.
     """
     units = fsdp_units(model)
     params = []

@@ -91,11 +91,7 @@ def is_skippable(module: nn.Module) -> bool:
 
 
 def watch_calls(callers: Sequence[SkippableUnit]) -> None:
-    """Make up for skipped calls of units from now on. Local, in place; all ranks must call it with the same units.
-
-    Args:
-        callers: the units whose forwards, wrapped by :func:`in_order`, call units.
-    """
+    """Make up for skipped calls of the units that ``callers`` call in forwards wrapped by :func:`in_order`. Local."""
     units = set(callers)
     for caller in callers:
         vars(caller.module).update({_UNIT: caller, _MADE: []})

@@ -29,6 +29,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced, while someone holds it
 _units: WeakSet[Any] = WeakSet()  # of the models that are watched
 _checked: WeakSet[Optimizer] = WeakSet()  # for low precision
+asleep: WeakSet[Any] = WeakSet()  # models whose memory is on the CPU
 replicated_waiting: WeakSet[Any] = WeakSet()  # whose ``waiting()`` returns replicated parameters not reduced yet
 
 
@@ -66,9 +67,7 @@ def allow_low_precision(optimizers: Iterable[Optimizer]) -> None:
 def low_precision_problem(named: Iterable[tuple[str, Tensor]], subject: str | None = None) -> str | None:
     """Say which parameters train in low precision without float32 masters; None if none does. Local, pure.
 
-    Args:
-        named: parameters by name.
-        subject: what the message is about, instead of the parameters.
+    ``named`` has parameters by name; ``subject`` is what the message is about, instead of them.
     """
     low = {name: param.dtype for name, param in named if param.requires_grad and param.dtype in _LOW_PRECISION}
     if not low:
@@ -100,6 +99,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         named = [(str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor)]
         if low := low_precision_problem(named, name):
             logger.warning(low)
+    for model in asleep:
+        if not held.isdisjoint(map(id, model.parameters())):
+            problem, rule = "was called while its model is asleep", "sleep() has moved its memory to the CPU"
+            raise ShardkitError(message(f"{name}.step()", problem, rule, "Call wake(model)"))
     waiting, copies = not_ready(_units, held)
     for each in replicated_waiting:
         for param in each.waiting():

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from shardkit._fsdp import fsdp_units
 from shardkit._torch.dispatch import tree_leaves
 from shardkit.errors import ShardkitError, message
+from shardkit.runtime.stepping import asleep, watch_gradients
 from shardkit.shards import local_value
 
 
@@ -79,7 +80,8 @@ def wake(model: nn.Module | None = None, optimizer: Optimizer | Iterable[Optimiz
         for hook in bed.hooks:
             hook.remove()
         for unit in fsdp_units(holder) if bed.hooks and isinstance(holder, nn.Module) else ():
-            del unit.unshard
+            vars(unit).pop("unshard", None)  # gone if a part slept too
+        asleep.discard(holder)
         bed.moved, bed.hooks = [], []
 
 
@@ -139,6 +141,9 @@ def _guards(holder: nn.Module | Optimizer) -> list[RemovableHandle]:
             unit.unshard = functools.partial(_refuse, holder)
         entries = {holder, *(module for module in holder.modules() if isinstance(module, FSDPModule))}
         hooks = [module.register_forward_pre_hook(_refuse, prepend=True) for module in entries]
+        if not hasattr(holder, "borrowed"):  # an average, whose parameters are in no optimizer, or are its model's
+            asleep.add(holder)
+            watch_gradients(holder)
     for each in holder.modules() if isinstance(holder, nn.Module) else [holder]:
         hooks += [each.register_state_dict_pre_hook(_refuse), each.register_load_state_dict_pre_hook(_refuse)]
     return hooks

@@ -110,6 +110,42 @@ def test_what_each_policy_recomputes() -> None:
     assert all(torch.equal(one, other) for each in grads for one, other in zip(each, grads[0], strict=True))
 
 
+@torch.library.custom_op("shardkit::attention", mutates_args=())
+def attention(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Draws random numbers inside of one operator, as attention on a GPU does."""
+    kept = (torch.rand_like(x) >= dropout_p).to(x.dtype)
+    return x * kept, kept
+
+
+attention.register_autograd(
+    lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(attention(self.up(x), 0.5)[0]))
+
+
+@pytest.mark.parametrize("by_its_code", [False, True])
+@distributed(world_size=2)
+def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code: bool) -> None:
+    grads = []
+    for policy in (False, "selective"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Dropping(), Dropping())
+        plan = plan_model(model, checkpoint_activations=policy)
+        exec(plan.to_python(), {"model": model}) if by_its_code else shard_model(model, plan=plan)
+        model(torch.arange(80.0).view(2, 5, 8).sin()).square().mean().backward()
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
 @pytest.mark.parametrize("policy", ["some", 2, lambda *args: True])
 def test_a_policy_without_a_name_is_refused(policy: object) -> None:
     with pytest.raises(PlanError, match=r'checkpoint_activations must be True, False, "selective" or a policy, got'):

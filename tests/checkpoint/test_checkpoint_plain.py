@@ -8,18 +8,14 @@ import math
 import os
 import random
 from collections import Counter, OrderedDict, defaultdict
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.checkpoint import save_checkpoint
-from shardkit.checkpoint.chunks import MASK
-from shardkit.checkpoint.native import NativeCheckpoint, own_random_states, resume_random
+from shardkit.checkpoint.native import own_random_states, resume_random
 from shardkit.checkpoint.source import decode, encode
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, laid_out
 from shardkit.errors import CheckpointError
 
 # --- Plain data -----------------------------------------------------------------------------------------------------
@@ -184,25 +180,3 @@ def test_in_another_world_ranks_differ_reproducibly_unless_all_were_the_same():
     assert of_rank(1, 2) == of_rank(1, 2)
     saved = {kind: [seeded(7)[kind]] for kind in ("python", "cpu")}  # all had it
     assert of_rank(0, 2) == of_rank(1, 2)
-
-
-# --- What a rank opens: on thousands of ranks, files times ranks is what a file system has to serve ------------------
-
-
-def test_a_section_has_at_most_128_files_of_any_model():
-    tensors = {f"w{number}": torch.empty(1).expand(10**9, 2) for number in range(1000)}
-    assert len(laid_out(tensors, "model").files) <= 128 + 1
-    assert len(laid_out(tensors, "model", MAX_SHARD_SIZE).files) == 1000 + 1
-
-
-def test_each_file_is_opened_once_to_write_and_a_share_of_all_bytes_to_verify(tmp_path):
-    model, ranks = torch.nn.ParameterList(torch.full((15,), 1.0 + n) for n in range(100)), 50
-    with mock.patch.object(os, "open", wraps=os.open) as opened:
-        save_checkpoint(tmp_path / "a", model)
-        written = [call.args[0].name for call in opened.mock_calls if call.args[0].suffix == ".safetensors"]
-        source = NativeCheckpoint(tmp_path / "a")
-        opened.reset_mock()
-        sums = [source._own_sums(rank, ranks) for rank in range(ranks)]
-    assert written == ["model.safetensors"]
-    assert opened.call_count < 100 + ranks  # not 100 * ranks
-    assert [sum(of_ranks) & MASK for of_ranks in zip(*sums, strict=True)] == source._own_sums(0, 1)

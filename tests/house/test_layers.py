@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "meta": STATE | {"references"},
     "grads": STATE | {"runtime"},
     "optim": STATE | {"runtime", "state"},
-    "state": STATE | {"meta"},
+    "state": STATE | {"meta", "runtime"},
     "checkpoint": STATE | {"state", "meta"},
     "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
     "watching": {"errors", "ranks", "shards", "grads", "_fsdp"},

@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "alone": {"mesh": MeshSpec.sharded(1), "mp_policy": HALF},
     "checkpointed": {"checkpoint_activations": True},
     "selective": {"checkpoint_activations": "selective"},
+    "checkpointed around units": {"units": ["layers.*.up", by_name("layers.*", checkpoint_activations=True)]},
     "prefetched": {"prefetch": 2, "mp_policy": HALF},
     "blocks only": {"units": by_class(Block)},
     "one unit": {"units": []},

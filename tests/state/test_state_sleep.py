@@ -81,16 +81,16 @@ def test_training_with_naps_is_training_without(local):
 
 @distributed(world_size=2, backend="gloo")
 def test_what_needs_the_values_raises_until_wake(tmp_path):
-    model, x = shard_model(Uneven(), forward_methods=["first"]), torch.ones(2, 3)
+    model, x = shard_model(Uneven(), units=[nn.Linear], forward_methods=["first"]), torch.ones(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     model(x).sum().backward()
     optimizer.step()
-    sleep(model, optimizer)
-    sleep(model, optimizer)  # already
+    sleep(model)
+    with pytest.raises(ShardkitError, match=r"AdamW.step\(\) was called while its model is asleep"):
+        optimizer.step()
+    sleep(model, optimizer)  # the model is already
     with pytest.raises(ShardkitError, match=r"FSDPUneven is asleep.*Call wake\(model, optimizer\) first"):
         model(x)
-    with pytest.raises(ShardkitError, match="AdamW is asleep"):
-        optimizer.step()
     reads = [model.state_dict, lambda: shardkit.full_state_dict(model), lambda: full_params(model).__enter__()]
     reads += [model.unshard, lambda: model.first(x), lambda: model.load_state_dict({})]
     for read in reads:
@@ -101,9 +101,14 @@ def test_what_needs_the_values_raises_until_wake(tmp_path):
     wake(model)
     assert model.first(x).shape == (2, 7)
     with pytest.raises(ShardkitError, match="AdamW is asleep"):
+        optimizer.step()
+    with pytest.raises(ShardkitError, match="AdamW is asleep"):
         shardkit.save_checkpoint(tmp_path / "a", model, optimizer)
+    sleep(model.body[0])
     wake(model, optimizer)
+    sleep(model, optimizer)
     wake(model, optimizer)
+    wake(model.body[0])
     shardkit.save_checkpoint(tmp_path / "a", model, optimizer)
 
 
