@@ -89,7 +89,7 @@ class Gradient(_Shard):
             for each in found if isinstance(found, (list, tuple)) else (found,):
                 if type(each) is DTensor:
                     each.__class__ = Gradient
-                    is_number = each.dtype != torch.bool  # isfinite(grad).all() may be of all ranks, as on torch 2.15
+                    is_number = each.dtype != torch.bool  # torch 2.14 reduces isfinite(grad).all() over all ranks
                     if leaves and is_number and all(place.is_replicate() for place in each.placements):
                         raise _reduced(name)  # such as of torch.cat: it gathered the gradients
             return found
