@@ -113,16 +113,20 @@ def flattened(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ..
     return DeviceMesh._concatenate([mesh[replicate], flat]) if replicate else flat
 
 
+# apply: public from torch 2.14 on.
+set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
+
 def with_timeout_of_world(mesh: DeviceMesh) -> DeviceMesh:
     """Give a mesh's groups the timeout that ``init_process_group`` was given, and return the mesh. Local, in place.
 
-    apply: torch gives them 10 or 30 minutes, and has no public way to read or change a timeout (2.13 to 2.15).
+    apply: torch gives them 10 or 30 minutes, and has no public way to read a timeout (2.13 to 2.15).
     """
     world = dist.group.WORLD
     assert world is not None, "the mesh has groups"
     options: Any = getattr(world._get_backend(torch.device(mesh.device_type)), "options", None)
     for group in mesh.get_all_groups() if hasattr(options, "_timeout") else ():  # gloo and NCCL
-        torch.distributed.distributed_c10d._set_pg_timeout(options._timeout, group)
+        set_timeout(options._timeout, group)
     return mesh
 
 

@@ -175,7 +175,8 @@ def _begin(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _shard_unit(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-    params = {fqn: model.get_parameter(fqn) for fqn in unit.params}
+    owner = functools.cache(model.get_submodule)  # as most hold several parameters
+    params = {fqn: getattr(owner(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in unit.params}
     modules = [model.get_submodule(fqn) for fqn in unit.modules]
     placements = {params[fqn]: Shard(dim) for fqn, dim in unit.shard_dims}
     try:

@@ -27,6 +27,7 @@ from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tree_lea
 from shardkit.activations import checkpointed
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.runtime.replicated import compute_in
 from shardkit.tiles import in_tiles
 
 START = "start"
@@ -297,9 +298,9 @@ def fake_copy(
 ) -> Iterator[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
     """Run the body on a copy of the model with fake tensors; yield the copy, and the arguments of its forward.
 
-    Parameters have the dtype that their unit computes in, as FSDP2 unshards them. The model itself does not run, so it
-    keeps its caches, counters and gradients. What its functions keep elsewhere, as in globals, is not copied. An error
-    of the body becomes a PlanError about the batch, by its name, with the fix.
+    Parameters have the dtype that their unit computes in, as FSDP2 unshards them. The model itself keeps its caches,
+    counters and gradients. What its functions keep elsewhere, as in globals, is not copied. An error of the body
+    becomes a PlanError about the batch, by its name, with the fix.
     """
     # transformers takes all fake positions for those of packed documents, and makes a mask of tokens by tokens. A batch
     # with positions may be packed; only shapes are read.
@@ -309,8 +310,6 @@ def fake_copy(
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
     dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
-    cast = plan.replicated_modules()
-    dtypes |= {fqn: dtype for fqn in plan.replicated if (dtype := cast.get(fqn.rpartition(".")[0]))}
     with torch.inference_mode(False), torch.enable_grad(), real_tensors():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
@@ -318,6 +317,8 @@ def fake_copy(
             memo = {id(p): nn.Parameter(_faked(p, dtypes.get(fqn)), p.requires_grad) for fqn, p in params}
         with _FakeCopies(mode):
             copied = _copy_modules(model, memo)
+        for fqn, cast in plan.replicated_modules().items():
+            compute_in(copied.get_submodule(fqn), cast)
         try:
             with mode, unpacked:
                 yield copied, tuple(map(_faked, args)), {key: _faked(value) for key, value in kwargs.items()}

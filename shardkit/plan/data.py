@@ -190,7 +190,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, MixedPrecisionPolicy):
         return mp_policy_to_dict(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [each if type(each) is str else _plain(each) for each in value]  # most are names
     return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
 
 

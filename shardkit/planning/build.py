@@ -94,7 +94,7 @@ def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPla
         if getattr(settings, name) and not any(getattr(unit, name) for unit in plan.units):
             problem, rule = "reaches no module", "It applies to blocks: modules that repeat, or units with submodules"
             fix = f"Name the modules: units=[by_name(..., {name}=True)]"
-            raise PlanError(message(f"{name}=True", problem, rule, fix))
+            raise PlanError(message(f"{name}={named_policy(getattr(settings, name))!r}", problem, rule, fix))
     if tiles := sorted((new.entries[0], new.tiles) for new in chosen if repr(new.tiles) not in ("None", "1")):
         plan = replace(plan, tiles=tuple((tree.fqns[entry], number or 0) for entry, number in tiles))
         plan.check()

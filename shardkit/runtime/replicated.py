@@ -1,8 +1,7 @@
 """Parameters whole on every rank, whose gradients are all-reduced at the end of backward.
 
 FSDP2 splits parameters along a dim, so it takes neither scalars nor empty ones; others are small, or a rule says so.
-They are passed to ``fully_shard`` as ignored, and their gradients are reduced here. Works on any FSDP2 model; knows no
-plan.
+They are passed to ``fully_shard`` as ignored, and their gradients are reduced here. Works on any FSDP2 model.
 """
 
 from __future__ import annotations

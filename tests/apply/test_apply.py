@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardkit import MeshSpec, by_name, ranks, shard_model, training_mesh
 from shardkit._fsdp import fsdp_units
-from shardkit._torch import torch_version
+from shardkit._torch import set_timeout, torch_version
 from shardkit.apply import mesh
 from shardkit.testing import comm_counts, distributed, fake_world
 
@@ -131,7 +131,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 @distributed(world_size=4)
 def test_groups_that_are_made_have_the_timeout_of_the_process_group() -> None:
     before = timeout_of(dist.group.WORLD)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), dist.group.WORLD)
+    set_timeout(timedelta(seconds=77), dist.group.WORLD)
     try:
         by_node = fsdp_units(shard_model(nn.Linear(4, 4), mesh=MeshSpec.hybrid(2, 2)))[0]
         resharded = fsdp_units(shard_model(nn.Sequential(nn.Linear(4, 4)), units=nn.Linear, reshard_after_forward=2))[
@@ -139,7 +139,7 @@ def test_groups_that_are_made_have_the_timeout_of_the_process_group() -> None:
         ]
         split = training_mesh(sp=2).get_group("sp")
     finally:
-        dist.distributed_c10d._set_pg_timeout(before, dist.group.WORLD)
+        set_timeout(before, dist.group.WORLD)
     groups = [by_node.mesh_info.shard_process_group, by_node.mesh_info.replicate_process_group]
     groups += [resharded.post_forward_mesh_info.shard_process_group, split]
     assert [group.size() for group in groups] == [2] * 4

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "tiles": {"errors", "_fsdp"},
     "runtime": {"errors", "ranks", "_fsdp", "shards"},
     "activations": {"errors"},
-    "memory": DECIDING | {"_fsdp", "tiles", "activations"},
+    "memory": DECIDING | {"_fsdp", "tiles", "activations", "runtime"},
     "apply": DECIDING | {"ranks", "references", "runtime", "_fsdp", "shards", "tiles", "activations"},
     "api": DECIDING | {"apply", "replacements"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.

@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prefetched": {"prefetch": 2, "mp_policy": HALF},
     "blocks only": {"units": by_class(Block)},
     "one unit": {"units": []},
+    "replicated modules": {"units": by_name("layers.1", "head", replicate=True), "mp_policy": HALF},
 }
 
 

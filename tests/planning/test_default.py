@@ -127,9 +127,9 @@ def test_branches_are_checkpointed_together() -> None:
 
 
 def test_checkpointing_that_reaches_no_block_is_an_error() -> None:
-    for setting in ("checkpoint_activations", "compile"):
-        with pytest.raises(PlanError, match=f"{setting}=True reaches no module"):
-            plan_model(nn.Linear(4, 4), mesh=EIGHT, **{setting: True})
+    for setting, value in (("checkpoint_activations", "selective"), ("compile", True)):
+        with pytest.raises(PlanError, match=f"{setting}={value!r} reaches no module"):
+            plan_model(nn.Linear(4, 4), mesh=EIGHT, **{setting: value})
 
 
 def test_classes_that_the_model_declares() -> None:

@@ -161,10 +161,10 @@ def _wrap(section: Reader, policy: str) -> Wrap:
     classes = named if policy == BY_CLASS else ()
     ignored, alone = f"noted: auto_wrap_policy {policy} ignores it.", "mapped: The root is the only unit."
     by_class = f"mapped: A unit of each {' and '.join(classes) or 'block that the model lists in _no_split_modules'}."
-    by_size = "refused: shardkit wraps by size in code only: shard_model(model, units=[by_size(...)])."
-    section.note("auto_wrap_policy", by_class if policy == BY_CLASS else alone)
+    by_size = "refused: Only code wraps by size: shard_model(model, units=[by_size(...)])." if least else alone
+    section.note("auto_wrap_policy", {BY_CLASS: by_class, BY_SIZE: by_size}.get(policy, alone))
     section.note("transformer_layer_cls_to_wrap", by_class if policy == BY_CLASS else ignored)
-    section.note("min_num_params", ignored if policy != BY_SIZE else by_size if least else alone)
+    section.note("min_num_params", by_size if policy == BY_SIZE else ignored)
     return Wrap("classes" if classes else "declared" if policy == BY_CLASS else "root", classes)
 
 

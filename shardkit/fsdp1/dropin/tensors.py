@@ -89,7 +89,8 @@ class Gradient(_Shard):
             for each in found if isinstance(found, (list, tuple)) else (found,):
                 if type(each) is DTensor:
                     each.__class__ = Gradient
-                    if leaves and all(place.is_replicate() for place in each.placements):
+                    is_number = each.dtype != torch.bool  # torch 2.14 reduces isfinite(grad).all() over all ranks
+                    if leaves and is_number and all(place.is_replicate() for place in each.placements):
                         raise _reduced(name)  # such as of torch.cat: it gathered the gradients
             return found
 

@@ -60,6 +60,8 @@ def test_units_by_size_are_refused_by_the_key_that_asks_for_them():
     assert [note.argument for note in reading.notes if note.support == "refused"] == ["fsdp_config.min_num_params"]
     old = read({"fsdp": "auto_wrap", "fsdp_min_num_params": 9})  # before transformers 4.34
     assert support(old, "fsdp_min_num_params") == "refused"
+    named = read({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 9}})
+    assert support(named, "fsdp_config.auto_wrap_policy") == "refused"
 
 
 def test_units_that_are_named_without_auto_wrap_are_not_made():
