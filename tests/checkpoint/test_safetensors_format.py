@@ -245,7 +245,7 @@ def test_an_index_names_files_beside_it_only(name, tmp_path):
     put(tmp_path / "secret.safetensors")
     (tmp_path / "model" / "sub").mkdir(parents=True)
     found = refusal(index_of(tmp_path / "model", {"a": name}))
-    assert "leads out of the directory" in found or "is not a regular file" in found or "null byte" in found
+    assert "leads out of the directory" in found or "is not a regular file" in found or "null " in found
     assert "leads out" in refusal(index_of(tmp_path / "model", {"a": str(tmp_path / "secret.safetensors")}))
 
 

@@ -191,7 +191,7 @@ def test_a_rank_that_exits_is_named_with_its_code(pair):
 
 
 def test_a_return_value_that_cannot_be_pickled_is_reported(pair):
-    assert "pickle" in failure_of(pair, return_a_lambda, title="ranks 0, 1 raised")
+    assert "return_a_lambda.<locals>.<lambda>" in failure_of(pair, return_a_lambda, title="ranks 0, 1 raised")
 
 
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes that are not its children")
