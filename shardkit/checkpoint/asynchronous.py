@@ -108,7 +108,7 @@ class SaveHandle:
         Raises:
             CheckpointError: the save failed on some rank; raised once, here or at the next save. An earlier
                 checkpoint is unchanged.
-            TimeoutError: the save is not done in time, and continues.
+            concurrent.futures.TimeoutError: the save is not done in time, and continues.
         """
         if error := self.error(timeout):
             self._future = None

@@ -203,11 +203,12 @@ def plan_save(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str]
     renamed: dict[str, str] = {}
     grouped: list[tuple[str, str, str]] = []
     for name in sorted(tensors, key=core.dot_natural_key):
-        new, pattern = core.apply_converters(name, converters)
+        new, pattern = core.rename_source_key(name, [], converters)
         if pattern is None:
-            renamed[name] = core.apply_renamings(name, renamings)
+            renamed[name] = core.rename_source_key(name, renamings, [])[0]
         else:
             grouped.append((name, new, pattern))
     specs = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     groups = _grouped(converters, grouped, model, specs)
-    return renamed, [(each, {name: core.apply_renamings(name, renamings) for name in each.targets}) for each in groups]
+    final = {name: core.rename_source_key(name, renamings, [])[0] for each in groups for name in each.targets}
+    return renamed, [(each, {name: final[name] for name in each.targets}) for each in groups]

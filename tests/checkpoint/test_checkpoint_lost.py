@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import os
 import random
@@ -242,7 +243,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_called(tmp_path, gate):
     model = net(1.0)
     handle = save_checkpoint(tmp_path / "a", model, extra={"value": 1.0}, async_=True)
     assert not handle.done()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):  # the builtin one from Python 3.11 on
         handle.wait(0.001)
     with torch.no_grad():
         model.weight.fill_(7.0)
