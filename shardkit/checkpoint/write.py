@@ -20,17 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_own_dispatch
 from shardkit.checkpoint.asynchronous import own_rank
-from shardkit.checkpoint.chunks import (
-    MASK,
-    Part,
-    opened,
-    part_of,
-    part_sum,
-    raw,
-    runs_of,
-    staged,
-    write_all,
-)
+from shardkit.checkpoint.chunks import MASK, Part, opened, part_of, part_sum, raw, runs_of, staged, write_all
 from shardkit.checkpoint.format import NAMES, Entry, File, Spec, lay_out
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import is_first_replica, local_value, misplaced
