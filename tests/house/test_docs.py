@@ -24,7 +24,7 @@ from torch import nn
 import shardkit
 import shardkit.testing
 from shardkit.__main__ import main
-from shardkit.testing import fake_world
+from shardkit.testing import distributed, fake_world
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
@@ -93,6 +93,14 @@ def no_world_left():
 def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # what a block saves goes there
     run_page(page.read_text(), str(page))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_program_of_a_page_runs_on_two_ranks(page):
+    torch.manual_seed(dist.get_rank())  # processes of torchrun start with different seeds
+    first = next(block for block in blocks((ROOT / page).read_text()) if block.language == "python")
+    exec(first.code, {})
 
 
 FILES = [
