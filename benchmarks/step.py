@@ -15,6 +15,9 @@ a rank steps 48 of them whole, where FSDP2 steps half of each of the 96.
 
 With ``--replicate`` instead: whole steps (forward, backward, clipping, fused AdamW on local shards) of 50 blocks with
 two norms each, on one rank of 8. The 100 norms are replicated, sharded with their blocks, or units of their own.
+
+With ``--by-hand``: the same steps with torch's clipping and AdamW on DTensors, of a model that ``shard_model`` sharded
+with its default plan, and of one with ``fully_shard`` on the same units: what shardkit adds to FSDP2.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ GOALS = {
     ("fused", "local/plain"): 1.3,
     ("fused", "local/DTensor"): 0.35,
     ("clip", "shardkit/torch"): 0.5,
+    ("step", "shard_model/by hand"): 1.02,
 }
 
 
@@ -169,6 +173,39 @@ def whole_steps(units: list[Rule]) -> Callable[[], object]:
     return step
 
 
+def torchs_steps(shard: Callable[[nn.Module], object]) -> Callable[[], object]:
+    """A training step of 50 blocks, sharded in place by ``shard``, with torch's clipping and AdamW."""
+    model = nn.Sequential(*(Block() for _ in range(50)))
+    shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    x = torch.randn(2, 64)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_hand(model: nn.Module) -> None:
+    """Shard each block, and the root."""
+    mesh = init_device_mesh("cpu", (8,))
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def compare_by_hand(rounds: int, calls: int) -> None:
+    """Measure steps of the same units, made by ``shard_model`` and by hand."""
+    print("50 blocks, 1 of 8 ranks")
+    with fake_world(8):
+        sides = {"shard_model": torchs_steps(shard_model), "by hand": torchs_steps(by_hand)}
+        times = measured(sides, rounds, calls)
+        print(*lines("step", times, [("shard_model", "by hand")]), sep="\n")
+
+
 def compare_replicated(rounds: int, calls: int) -> None:
     """Measure and count steps with 100 norms replicated, in their blocks' units, and as units."""
     rules = {"replicated": [by_class(nn.RMSNorm, replicate=True)], "in blocks": [], "own units": [nn.RMSNorm]}
@@ -189,11 +226,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--replicate", action="store_true", help="measure replicated modules instead")
+    parser.add_argument("--by-hand", action="store_true", help="measure whole steps against fully_shard instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {options.rounds} rounds of {options.calls} calls, 1 thread, AdamW in float32")
     if options.replicate:
         compare_replicated(options.rounds, options.calls)
+        return
+    if options.by_hand:
+        compare_by_hand(options.rounds, options.calls)
         return
     for title, (shapes, world) in CASES.items():
         print(title)
