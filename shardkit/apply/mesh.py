@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -24,6 +25,8 @@ _LOCAL_RANKS = "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRAN
 _LOCAL_RANKS += " PALS_LOCAL_RANKID PMI_LOCAL_RANK"
 
 logger = logging.getLogger("shardkit")
+# Gloo's threads free the tensors of the last collective. If Python is ending, that aborts (pytorch#190489, torch 2.13).
+atexit.register(time.sleep, 0.1)
 
 
 def ensure_process_group() -> None:
@@ -58,10 +61,7 @@ def _local_device(count: int) -> int:
 
 
 def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
-    """Destroy all groups if the default one is still ours, unless an error ends the process: others may not get here.
-
-    torch asks for this with NCCL. With gloo a run that has finished may abort (pytorch#190489, torch 2.13).
-    """
+    """Destroy all groups if the default is still ours, unless an error ends the process: others may not get here."""
     if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 

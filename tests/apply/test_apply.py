@@ -3,6 +3,7 @@
 import copy
 import pathlib
 import re
+import subprocess
 import sys
 import warnings
 import weakref
@@ -157,6 +158,26 @@ def test_one_script_alone_and_under_torchrun(tmp_path: pathlib.Path) -> None:
     assert together[0] == "2"
     assert "trains alone" not in said
     assert float(together[1]) == pytest.approx(float(alone[1]), abs=1e-6)  # the mean of two equal gradients
+
+
+LAST = """
+import torch
+from shardkit import shard_model
+
+torch.manual_seed(0)
+model = shard_model(torch.nn.Linear(4, 4))  # it keeps the group, and so gloo's threads, after the group is destroyed
+for _ in range(20):
+    torch.distributed.all_reduce(torch.ones(1000))
+"""
+
+
+def test_a_program_may_end_with_a_collective(tmp_path: pathlib.Path) -> None:
+    """In new interpreters, since a fork ends otherwise: gloo's threads may not free tensors in one that is ending."""
+    script = tmp_path / "last.py"
+    script.write_text(LAST)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*launcher, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_fake_tensors_can_be_sharded_and_trained() -> None:
