@@ -25,8 +25,6 @@ _LOCAL_RANKS = "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRAN
 _LOCAL_RANKS += " PALS_LOCAL_RANKID PMI_LOCAL_RANK"
 
 logger = logging.getLogger("shardkit")
-# Gloo's threads free the tensors of the last collective. If Python is ending, that aborts (pytorch#190489, torch 2.13).
-atexit.register(time.sleep, 0.1)
 
 
 def ensure_process_group() -> None:
@@ -64,6 +62,9 @@ def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
     """Destroy all groups if the default is still ours, unless an error ends the process: others may not get here."""
     if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
+        if accelerator() == "cpu":
+            # Gloo's threads free the last collective's tensors, which aborts once Python ends (pytorch#190489).
+            time.sleep(0.1)
 
 
 def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
