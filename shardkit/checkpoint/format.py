@@ -214,7 +214,7 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
         return {name: Located(file, entry) for name, entry in read_header(file).items()}
     except (OSError, RuntimeError, ValueError) as error:  # no permission, links in a circle, a NUL in a name
         rule = "shardkit reads a safetensors file, a *.safetensors.index.json, or a directory that has either"
-        fix = "Check the path, or fetch the files again"
+        fix = "Pass a path, such as huggingface_hub.snapshot_download(name) returns, or fetch the files again"
         raise CheckpointError(message(str(start), f"cannot be read: {error}", rule, fix)) from None
 
 

@@ -271,7 +271,7 @@ def _no_match(text: str, tree: ModelTree, problem: str) -> str:
     classes = dict.fromkeys(type(module).__name__ for module in tree.modules)
     modules = [fqn for fqn in tree.fqns if fqn and fqn.count(".") < 2]
     there = f"The model's classes are: {listing(classes)}. Its modules are: {listing(modules)}"
-    return message(text, problem, there, "Name one of these, or remove the rule")
+    return message(text, problem, there, "Use by_class for a class, by_name for a module, or remove the rule")
 
 
 def check_settings(subject: str, settings: Mapping[str, Any]) -> None:

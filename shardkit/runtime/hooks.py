@@ -75,7 +75,7 @@ def _begin_as_root(root: nn.Module) -> Callable[..., None]:
         meta = [fqn for fqn, param in root.named_parameters() if isinstance(param, DTensor) and param.is_meta]
         if meta:
             fix = "Call shardkit.materialize(model), or load_pretrained, before the first forward"
-            raise ShardkitError(message(listing(meta, 6), "on the meta device", "A forward needs values", fix))
+            raise ShardkitError(message("model", f"has {listing(meta, 6)} on meta", "A forward needs values", fix))
         while handles:
             handles.pop().remove()
         inference = torch.is_inference_mode_enabled()

@@ -221,7 +221,9 @@ def test_a_directory_is_looked_through_in_order(tmp_path):
 
 
 def test_what_is_not_there(tmp_path):
-    assert "nowhere cannot be read: [Errno 2] No such file" in refusal(tmp_path / "nowhere")
+    text = refusal(tmp_path / "nowhere")
+    assert "nowhere cannot be read: [Errno 2] No such file" in text
+    assert "Pass a path, such as huggingface_hub.snapshot_download" in text
     assert "it has no files" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     assert "it has pytorch_model.bin, and not one index" in refusal(tmp_path)

@@ -36,6 +36,7 @@ EIGHT = MeshSpec.sharded(8)
         (by_class("Missing"), ["by_class('Missing')", "Decoder, Embedding, ModuleList, Block", "layers.0"]),
         (by_class(nn.ReLU), ["by_class(ReLU)", "no module that has parameters"]),
         (by_name("layer.*"), ["by_name('layer.*')", "embed, layers, layers.0"]),
+        ("Block", ["by_name('Block') matches no module", "Use by_class for a class"]),
         (group("norm", "tail"), ["group('norm', 'tail')", "'tail' matches no module"]),
         (by_size(10**9), ["by_size(1000000000)"]),
         (lambda fqn, module: False, ["<lambda>"]),
