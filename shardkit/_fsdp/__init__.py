@@ -71,15 +71,23 @@ def is_in_use(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._training_state.name != "IDLE"
 
 
-def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[str], list[str]]:
+def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[str], list[str], list[tuple[Any, str]]]:
     """Return which of the parameters with an ``id`` in ``held`` have a gradient that is not reduced. Local, pure.
 
     It is on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an HSDP mesh the
-    reduce-scattered gradients of a unit wait for the all-reduce. And which in ``held`` are unsharded ones themselves.
+    reduce-scattered gradients of a unit wait for the all-reduce. And which in ``held`` are unsharded ones themselves,
+    and units with gradients, each with the names of those in ``held`` that have none.
     """
-    waiting, copies = [], []  # in one function without calls, because this runs in every step
+    waiting, copies, without = [], [], []  # in one function without calls, because this runs in every step
     for unit in units:
+        names, found = "", False
         for param in unit.fsdp_params:
+            sharded = param.sharded_param
+            if id(sharded) in held and sharded.requires_grad:
+                if sharded.grad is None:
+                    names += f" {param._param_fqn}"
+                else:
+                    found = True
             state = vars(param)
             unsharded = state.get("_unsharded_param")
             if unsharded is not None:  # gathered at least once
@@ -88,7 +96,9 @@ def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[str], l
                 waits = unsharded.grad is not None or unit._partial_reduce_output is not None
                 if (waits or state.get("unsharded_accumulated_grad") is not None) and id(param.sharded_param) in held:
                     waiting.append(str(param._param_fqn))
-    return waiting, copies
+        if found:
+            without.append((unit, names))
+    return waiting, copies, without
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -165,8 +165,8 @@ def run(options: argparse.Namespace) -> int:
         given = f"mp_policy=MixedPrecisionPolicy(torch.{options.param_dtype}, torch.float32)"
         print(f'\nIn the script: shard_model(model, memory_budget="{options.budget}", example_batch=batch, {given})')
     else:
-        batch = "" if options.batch else "--batch 1x4096 (one rank's micro-batch) and "
-        print(f"\nTo find a plan that fits, pass {batch}--budget 80GiB (one GPU).")
+        missing = "" if options.batch else "--batch 1x4096 (one rank's micro-batch) and "
+        print(f"\nTo find a plan that fits, pass {missing}--budget 80GiB (one GPU).")
     return 0
 
 

@@ -60,12 +60,7 @@ class Trace:
 
 
 def trace(
-    model: nn.Module,
-    plan: ShardingPlan,
-    batch: Any,
-    *,
-    loss: Loss | None = None,
-    meter: IntervalMeter | None = None,
+    model: nn.Module, plan: ShardingPlan, batch: Any, *, loss: Loss | None = None, meter: IntervalMeter | None = None
 ) -> Trace:
     """Measure one forward and backward of a copy of ``model`` on fake tensors. Local; the model is unchanged.
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import fsdp_units, not_ready
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.ranks import warn_once
 
 logger = logging.getLogger("shardkit")
 
@@ -29,6 +30,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced, while someone holds it
 _units: WeakSet[Any] = WeakSet()  # of the models that are watched
 _checked: WeakSet[Optimizer] = WeakSet()  # for low precision
+_without: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by unit, the parameters without gradients in a step
 asleep: WeakSet[Any] = WeakSet()  # models whose memory is on the CPU
 replicated_waiting: WeakSet[Any] = WeakSet()  # whose ``waiting()`` returns replicated parameters not reduced yet
 
@@ -103,7 +105,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not held.isdisjoint(map(id, model.parameters())):
             problem, rule = "was called while its model is asleep", "sleep() has moved its memory to the CPU"
             raise ShardkitError(message(f"{name}.step()", problem, rule, "Call wake(model)"))
-    waiting, copies = not_ready(_units, held)
+    waiting, copies, without = not_ready(_units, held)
+    for unit, names in without:
+        if _without.setdefault(unit, names) != names:
+            problem = "found gradients of other parameters of a unit than in its first step"
+            rule = "Where ranks use different ones, such as experts, torch adds up gradients of different parameters"
+            fix = "Call model.set_reduce_scatter_unused_params(True) before training, unless all ranks use the same"
+            warn_once(message(f"{name}.step()", problem, rule, fix))
     for each in replicated_waiting:
         for param in each.waiting():
             if id(param) in held:

@@ -33,12 +33,7 @@ KeyMap: TypeAlias = "Callable[[str], str | None] | Mapping[str, str] | Sequence[
 
 
 def load_full_state_dict(
-    model: nn.Module,
-    state_dict: Mapping[str, Any],
-    *,
-    src: Source = "rank0",
-    strict: bool = True,
-    assign: bool = False,
+    model: nn.Module, state_dict: Mapping[str, Any], *, src: Source = "rank0", strict: bool = True, assign: bool = False
 ) -> IncompatibleKeys:
     """Load plain, full tensors by FQN, such as :func:`full_state_dict` gives, into a model of any layout.
 

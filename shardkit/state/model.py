@@ -136,11 +136,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def full_state_dict(
-    model: nn.Module,
-    *,
-    rank0_only: bool = True,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    model: nn.Module, *, rank0_only: bool = True, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Return plain, full tensors by clean FQN, as ``state_dict()`` of the unsharded model.
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW
 
-from shardkit import MeshSpec, ShardkitError, check_optimizer, shard_model, zero_grad
+from shardkit import MeshSpec, ShardkitError, check_optimizer, ranks, shard_model, zero_grad
 from shardkit.grads import accumulate, no_sync
 from shardkit.testing import fake_world
 
@@ -183,3 +183,28 @@ def test_low_precision_is_a_warning_once(world, caplog):
         assert trained(torch.bfloat16, vouched=True) == []
         (message,) = trained(torch.bfloat16)
     assert message.startswith("SGD trains 4 parameters in bfloat16, without float32 masters")
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, used):
+        return sum(self.experts[each](x) for each in used)
+
+
+@pytest.mark.parametrize(
+    ("steps", "warns"),
+    [([[0, 1, 2], [0, 2]], True), ([[0], [1]], True), ([[0, 1]] * 2, False), ([[0, 1, 2]] * 2, False)],
+)
+def test_a_warning_once_where_parts_of_a_unit_get_gradients_in_some_steps_only(world, caplog, steps, warns):
+    ranks._warned.clear()
+    model = shard_model(Experts())
+    optimizer = AdamW(model.parameters())
+    with caplog.at_level(logging.WARNING, "shardkit"):
+        for used in [*steps, *steps]:
+            model(torch.ones(2, 4), used).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ["Where ranks use different ones, such as experts" in text for text in caplog.messages] == [True] * warns
