@@ -249,6 +249,10 @@ def _thunder(how: str, published: float) -> Series:
     return Series(how, THUNDER, "Llama 2 7B", llama_2_7b, 4096, False, H100, runs, resharded=False)
 
 
+def _titan(how: str, *runs: tuple[int, int, float]) -> Series:
+    return Series(how, TITAN, "Llama 8B", llama_8b, 8192, "selective", GRAND_TETON, _runs(*runs))
+
+
 SERIES = (
     Series(
         "KempnerForge, compiled",
@@ -264,26 +268,8 @@ SERIES = (
     _thunder("FSDP2, compiled, ZeRO-2", 11856),
     _thunder("FSDP2, eager, ZeRO-2", 9325),
     _thunder("FSDP1, compiled, ZeRO-2", 10185),
-    Series(
-        "torchtitan, compiled",
-        TITAN,
-        "Llama 8B",
-        llama_8b,
-        8192,
-        "selective",
-        GRAND_TETON,
-        _runs((8, 2, 6667), (128, 2, 6514)),
-    ),
-    Series(
-        "torchtitan",
-        TITAN,
-        "Llama 8B",
-        llama_8b,
-        8192,
-        "selective",
-        GRAND_TETON,
-        _runs((8, 2, 5762), (128, 2, 5605)),
-    ),
+    _titan("torchtitan, compiled", (8, 2, 6667), (128, 2, 6514)),
+    _titan("torchtitan", (8, 2, 5762), (128, 2, 5605)),
     Series("torchtitan, 2024", TITAN_A100, "Llama 8B", llama_8b, 8192, False, A100, _runs((64, 1, 2973))),
     Series("torchtitan, 2024", TITAN_A100, "Llama 70B", llama_70b, 8192, True, A100, _runs((64, 1, 331))),
     _foundry("MPT 1B", 2048, 24, False, H100, (16, 20, 46037), (32, 20, 45130), (64, 20, 44402)),

@@ -94,7 +94,7 @@ def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[str], l
                 if id(unsharded) in held:
                     copies.append(str(param._param_fqn))
                 waits = unsharded.grad is not None or unit._partial_reduce_output is not None
-                if (waits or state.get("unsharded_accumulated_grad") is not None) and id(param.sharded_param) in held:
+                if (waits or state.get("unsharded_accumulated_grad") is not None) and id(sharded) in held:
                     waiting.append(str(param._param_fqn))
         if found:
             without.append((unit, names))

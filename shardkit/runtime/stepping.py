@@ -30,7 +30,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced, while someone holds it
 _units: WeakSet[Any] = WeakSet()  # of the models that are watched
 _checked: WeakSet[Optimizer] = WeakSet()  # for low precision
-_without: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by unit, the parameters without gradients in a step
+_without: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by optimizer and unit, what had no gradients at first
 asleep: WeakSet[Any] = WeakSet()  # models whose memory is on the CPU
 replicated_waiting: WeakSet[Any] = WeakSet()  # whose ``waiting()`` returns replicated parameters not reduced yet
 
@@ -106,8 +106,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             problem, rule = "was called while its model is asleep", "sleep() has moved its memory to the CPU"
             raise ShardkitError(message(f"{name}.step()", problem, rule, "Call wake(model)"))
     waiting, copies, without = not_ready(_units, held)
+    first = _without.setdefault(optimizer, WeakKeyDictionary())
     for unit, names in without:
-        if _without.setdefault(unit, names) != names:
+        if first.setdefault(unit, names) != names:
             problem = "found gradients of other parameters of a unit than in its first step"
             rule = "Where ranks use different ones, such as experts, torch adds up gradients of different parameters"
             fix = "Call model.set_reduce_scatter_unused_params(True) before training, unless all ranks use the same"
