@@ -196,7 +196,7 @@ class _Watch:
 
     def _run(self) -> None:
         left = False
-        while not left and not (self._state.get("failed") and self.report):
+        while not left and not (self._state.get("failed") and self._settled.is_set()):
             # A rank whose process group is destroyed communicates no more; the others must not miss it.
             left, patience = self._left.wait(self._period) or not dist.is_initialized(), 2 * self._period + 1.0
             # A host that is lost closes no connection, and the store of its process would be waited for.
@@ -260,12 +260,17 @@ class _Watch:
         flagged = any(each.gone or each.record.get("failed") or each.record.get("differs") for each in seen.values())
         if not flagged and max(each.idle for each in seen.values()) < self._after:
             self._polls = 0
+            if self.report:  # all go on: what was reported must not be taken for the cause of a later error
+                self._tell("", "", settled=False)
             return
         full = {rank: self._read(f"{rank} calls") or NOTHING for rank in self.ranks}
         self._compare({rank: seen[rank]._replace(record=full[rank]) for rank in self.ranks})
 
     def _compare(self, seen: Mapping[int, Seen]) -> None:
-        """Report if calls differ and all ranks made them, a rank is lost, or none is made for long."""
+        """Report if calls differ and all ranks made them, a rank is lost, or none is made for long.
+
+        The first two are final; ranks that were late may go on, or turn out to be lost.
+        """
         records = {rank: each.record for rank, each in seen.items()}
         found = first_difference(records)
         if found is None or not found.is_certain:  # what a lost rank called last is not known
@@ -278,10 +283,13 @@ class _Watch:
         state = repr((settled, lost, made)) if settled or lost or stalled else ""
         self._polls = self._polls + 1 if state and state != self._reported else 0
         if settled or self._polls > 3:  # else records may not yet say what each rank did
-            heard: dict[str, Any] = {"report": compose(seen, found), "state": state, "settled": settled}
-            logger.error(heard["report"])
-            self._write("report", heard)
-            self._hear(**heard)
+            report = compose(seen, found)
+            logger.error(report)
+            self._tell(report, state, settled or lost)
+
+    def _tell(self, report: str, state: str, settled: bool) -> None:
+        self._write("report", {"report": report, "state": state, "settled": settled})
+        self._hear(report, state, settled)
 
     def _hear(self, report: str, state: str, settled: bool) -> None:
         self.report, self._reported = report, state

@@ -56,6 +56,7 @@ KINDS = {
         r"rank 1 did not make call \d+ within \d+ s", r"last call: reduce-scatter of layers\.0; .*time\.sleep"
     ),
     "is killed": Kind("rank 1 silent for", SILENT),
+    "is late, then is killed": Kind("rank 1 silent for", SILENT),
     "first is stopped": Kind("rank 0 silent for", SILENT, odd=0),
 }
 
@@ -89,6 +90,8 @@ def step(model: nn.Module, kind: str) -> None:
         model(torch.randn(2, 16), kind).square().sum().backward()
     if kind == "is late":
         time.sleep(60)
+    if kind == "is late, then is killed":
+        time.sleep(2)  # and is reported as late
     if kind.endswith("is killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     if kind.endswith("is stopped"):

@@ -3,6 +3,7 @@
 import importlib
 import math
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,10 @@ from shardkit.watching.watch import watch_script
 # --- On ranks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["clips to less", "raises", "is late", "is killed", "first is stopped"])
+KINDS = ["clips to less", "raises", "is late", "is killed", "is late, then is killed", "first is stopped"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_disagreement_is_named(kind, tmp_path):
     outcome = disagreements.run(kind, tmp_path)
     assert disagreements.is_named(kind, outcome.report), outcome.output
@@ -69,6 +73,27 @@ def test_ranks_that_agree_are_not_reported():
     assert calls == 3 * [*gathers, *gathers[::-1], *reduces[::-1]]
     assert listeners == []
     assert [vars(unit)["_all_gather_comm"] for unit in shardkit._fsdp.fsdp_units(model)] == before
+
+
+@distributed(world_size=2)
+def test_a_report_of_late_ranks_ends_when_they_go_on():
+    model = shard_model(nn.Linear(4, 4))
+    with watch(model, after=0.5):
+        own = listeners[0].__self__
+        until(lambda: own.report)
+        assert "no rank has made a call" in own.report
+        until(lambda: model(torch.ones(2, 4)) is None or agreed(not own.report))
+
+
+def until(holds):
+    while not holds():
+        time.sleep(0.02)
+
+
+def agreed(holds):
+    count = torch.tensor(float(holds))
+    dist.all_reduce(count)
+    return count == 2
 
 
 def calls_of(watching):
