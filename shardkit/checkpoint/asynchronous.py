@@ -7,18 +7,17 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import with_local
 from shardkit.checkpoint.chunks import MASK
-from shardkit.checkpoint.directory import finish_deletions
 from shardkit.errors import CheckpointError, message
-from shardkit.ranks import Groups, collective_device, gather_by_rank, raise_together
+from shardkit.ranks import Groups, collective_device, raise_together
 from shardkit.shards import local_value
 
 logger = logging.getLogger("shardkit")
@@ -46,24 +45,6 @@ def ranks_of(groups: Groups) -> list[int]:
     return sorted(dist.get_process_group_ranks(groups[0])) if groups else [own_rank()]
 
 
-def _tried(body: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return body(), None
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        return None, error
-
-
-def on_each(body: Callable[[], Any], groups: Groups) -> dict[int, Any]:
-    """Run a local body, and return its JSON-ready results on all ranks, by rank, or raise on all. Collective."""
-    if not groups:
-        return {own_rank(): body()}
-    own, problem = _tried(body)
-    found = gather_by_rank([problem is not None, own], groups)
-    if any(failed for failed, _ in found.values()):
-        raise_together(problem, groups, CheckpointError)
-    return {rank: own for rank, (_, own) in found.items()}
-
-
 def sums_on_each(body: Callable[[], Sequence[int]], count: int, groups: Groups) -> list[int]:
     """Run a local body, and return sums over ranks of its ``count`` numbers, mod 2**64, or raise on all. Collective.
 
@@ -71,8 +52,12 @@ def sums_on_each(body: Callable[[], Sequence[int]], count: int, groups: Groups) 
     """
     if not groups:
         return list(body())
-    own, problem = _tried(body)
-    signed = [each - (each >> 63 << 64) for each in (*(own or [0] * count), int(problem is not None))]
+    own, problem = [0] * count, None
+    try:
+        own = list(body())
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = error
+    signed = [each - (each >> 63 << 64) for each in (*own, int(problem is not None))]
     for group in groups:
         total = torch.tensor(signed, device=collective_device(group))
         dist.all_reduce(total, group=group)
@@ -122,15 +107,9 @@ class SaveHandle:
 _pending = SaveHandle()
 
 
-def wait_pending() -> None:
-    """Wait for the pending save, if any, whether it fails or not. Local."""
-    _pending.error()
-
-
-def finish_pending() -> None:
-    """Wait for the pending save, if any, and for deletions; raise if the save failed. Local."""
-    _pending.wait()
-    finish_deletions()
+def pending() -> SaveHandle:
+    """Return the handle of the last save, or of none. Local."""
+    return _pending
 
 
 def start_pending(write: Callable[[], None]) -> SaveHandle:
@@ -168,18 +147,28 @@ def background_groups(groups: Groups) -> Groups:
     return [_groups[base]]
 
 
+# The memory of each model's last background save, by shape, dtype and device of the tensors. The next overwrites it:
+# to find new pages takes a CPU longer than to fill them.
+_Kept: TypeAlias = dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]]
+_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+
+
 @torch.no_grad()
-def host_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Copy into CPU memory, each once, by the tensors' ids. Local."""
-    once = {id(tensor): tensor for tensor in tensors}
-    made = {key: _copy(tensor) for key, tensor in once.items()}
-    if any(tensor.device.type != "cpu" for tensor in once.values()):
+def host_copies(tensors: Iterable[Tensor], model: nn.Module) -> dict[int, Tensor]:
+    """Copy into CPU memory, each once, by the tensors' ids. Local; no save of the model may be running."""
+    spare, used = _kept.pop(model, {}), _Kept()
+    made: dict[int, Tensor] = {}
+    for tensor in tensors:
+        if id(tensor) in made:
+            continue
+        part = local_value(tensor)
+        kind = (part.shape, part.dtype, part.device)
+        if not (found := spare.get(kind)):
+            found = [torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type not in ("cpu", "mps"))]
+        buffer = found.pop().copy_(part, non_blocking=True)
+        used.setdefault(kind, []).append(buffer)
+        made[id(tensor)] = with_local(tensor, buffer) if isinstance(tensor, DTensor) else buffer
+    if any(device.type != "cpu" for _, _, device in used):
         torch.accelerator.synchronize()
+    _kept[model] = used
     return made
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    part = local_value(tensor)
-    pin = part.device.type not in ("cpu", "mps")  # torch keeps pinned memory for the next save
-    buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin).copy_(part, non_blocking=True)
-    return with_local(tensor, buffer) if isinstance(tensor, DTensor) else buffer

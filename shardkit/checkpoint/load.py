@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shardkit._torch.dispatch import tree_leaves
 from shardkit.checkpoint import directory
-from shardkit.checkpoint.asynchronous import finish_pending, own_rank, ranks_of, wait_pending, world
+from shardkit.checkpoint.asynchronous import own_rank, pending, ranks_of, world
 from shardkit.checkpoint.chunks import refuse_subclasses
 from shardkit.checkpoint.format import INDEX, SUFFIX, locate
 from shardkit.checkpoint.native import DCP_NAME, DcpDirectory, NativeCheckpoint, Safetensors, resume_random
@@ -88,10 +88,10 @@ def load_checkpoint(
         CheckpointError: on every rank: the checkpoint is damaged, of no known kind, or does not fit, with all
             differences at once. Nothing was changed, unless the disk failed while values were read.
     """
-    wait_pending()
+    pending().error()
     groups, ranks = world(group), ranks_of(world(group))
     with together(groups, CheckpointError, call="load_checkpoint") as poll:
-        finish_pending()  # here, since a rank whose program has waited does not raise
+        pending().wait()  # here, since a rank whose program has waited does not raise
         request = Request(str(path), strict, key_map, among_floats if cast else operator.eq)
         shapes = {name: param.shape for param, name in parameter_names(model).items()}
         source = open_checkpoint(Path(path), shapes, with_optimizer=optimizer is not None)

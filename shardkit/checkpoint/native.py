@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardkit._torch.dispatch import accelerator_state, default_generator
-from shardkit.checkpoint.asynchronous import on_each, own_rank, ranks_of, sums_on_each
+from shardkit.checkpoint.asynchronous import own_rank, ranks_of, sums_on_each
 from shardkit.checkpoint.chunks import MASK, STAGE, covers, opened, part_of, raw, read_all, word_sum
 from shardkit.checkpoint.directory import WAY, FileEntry, Manifest, check_sizes, crc32_of, read_manifest
 from shardkit.checkpoint.format import INDEX, SUFFIX, Located, locate, read_parts, within
 from shardkit.checkpoint.source import Contents, States, Stored, contents_of, decode
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups
+from shardkit.ranks import Groups, gather_by_rank, together
 
 DCP_NAME = ".metadata"
 _ALONE = "torch.distributed is (disabled|unavailable)"  # what torch says of a save or load in one process
@@ -156,13 +156,13 @@ def write_dcp(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str
             rule = "Nothing was saved; any earlier checkpoint is unchanged"
             raise CheckpointError(message("save_checkpoint", f"failed ({listing(reasons)})", rule, "")) from error
     rank = dist.get_rank(group) if groups else 0
-
-    def own() -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    with together(groups, CheckpointError):
         files = sorted(directory.glob(f"__{rank}_*")) + ([directory / DCP_NAME] if rank == 0 else [])
         sizes = {file: file.stat().st_size for file in files}
-        return {file.name: (size, size, crc32_of(file, size)) for file, size in sizes.items()}
-
-    return {n: FileEntry(*entry) for found in on_each(own, groups).values() for n, entry in found.items()}
+        own = {file.name: (size, size, crc32_of(file, size)) for file, size in sizes.items()}
+    of_ranks = gather_by_rank(own, groups).values() if groups else [own]
+    return {name: FileEntry(*entry) for each in of_ranks for name, entry in each.items()}
 
 
 class NativeCheckpoint(Safetensors):

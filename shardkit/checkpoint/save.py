@@ -21,13 +21,12 @@ from shardkit.checkpoint import directory
 from shardkit.checkpoint.asynchronous import (
     SaveHandle,
     background_groups,
-    finish_pending,
     host_copies,
     own_rank,
+    pending,
     ranks_of,
     start_pending,
     sums_on_each,
-    wait_pending,
     world,
 )
 from shardkit.checkpoint.chunks import flush_files, refuse_subclasses
@@ -109,10 +108,10 @@ def save_checkpoint(
         CheckpointError: on every rank, with any earlier checkpoint unchanged: something cannot be saved, ranks pass
             different arguments or models, or writing failed on some rank, now or in the previous background save.
     """
-    wait_pending()
+    pending().error()
     place, groups, ranks = Path(path).absolute(), world(group), ranks_of(world(group))
     with together(groups, CheckpointError, call="save_checkpoint") as poll:
-        finish_pending()  # here, since a rank whose program has waited does not raise
+        pending().wait()  # here, since a rank whose program has waited does not raise
         replaces = check_destination(place, format, overwrite, keep)
         content = _collected(model, optimizer, scheduler, extra, trainable_only)
         layouts = layouts_of(content, format, ranks)  # all of it is checked now
@@ -121,7 +120,7 @@ def save_checkpoint(
         poll.fix = "Pass the same; ranks that hold different models, such as pipeline stages, save with group="
         poll.own = directory.draw_token()  # the highest is of all
         if async_:
-            content, layouts = _staged(content, layouts)
+            content, layouts = _staged(content, layouts, model)
     groups = background_groups(groups) if async_ else groups
     write = partial(commit_checkpoint, place, content, layouts, groups, ranks=ranks, format=format, token=poll.any)
     write = partial(write, replaces=replaces, keep=keep)
@@ -200,16 +199,16 @@ def plain_values(tensor: Tensor) -> Tensor:
     return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
 
-def _staged(content: Content, layouts: dict[str, Layout]) -> tuple[Content, dict[str, Layout]]:
+def _staged(content: Content, layouts: dict[str, Layout], model: nn.Module) -> tuple[Content, dict[str, Layout]]:
     """Return both with copies in CPU memory. Local."""
-    made = host_copies(chain(content.model.values(), content.optimizer.values(), content.rest.values()))
+    made = host_copies(chain(content.model.values(), content.optimizer.values(), content.rest.values()), model)
 
     def copied(part: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: made[id(tensor)] for name, tensor in part.items()}
 
-    model, optimizer, rest = map(copied, (content.model, content.optimizer, content.rest))
+    sections: Any = {key: copied(vars(content)[key]) for key in ("model", "optimizer", "rest")}
     placed = {key: each._replace(tensors=copied(each.tensors)) for key, each in layouts.items()}
-    return replace(content, model=model, optimizer=optimizer, rest=rest), placed
+    return replace(content, **sections), placed
 
 
 # ---- how it is written ------------------------------------------------------------------------------------------
@@ -233,6 +232,7 @@ def commit_checkpoint(
 
     def write() -> list[int]:
         if is_first:
+            directory.finish_deletions()
             directory.clear_stale(path, token)
         draft.mkdir(parents=True, exist_ok=True)
         beside.extend(write_own(draft, of_first, ranks) if is_first else ())

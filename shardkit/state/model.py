@@ -89,6 +89,7 @@ def trainable_state(state: ModelState) -> ModelState:
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return each parameter's first clean FQN, also where an unsharded one is registered in its place."""
+    check_module(model)
     return {param: clean_name(name) for name, param in named_sharded_parameters(model)}
 
 

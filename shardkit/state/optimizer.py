@@ -131,8 +131,11 @@ def quantized_into(values: Any, into: Any) -> Any:
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """Return one or several optimizers as a list; raise if one is asleep."""
+    """Return one or several optimizers as a list; raise if one is something else, or asleep."""
     optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    if not all(isinstance(each, Optimizer) for each in optimizers):
+        problem = f"must be one or several of torch.optim.Optimizer, got {type(optimizer).__name__}"
+        raise ShardkitError(message("optimizer", problem, "", "Pass the model first, then its optimizer"))
     for each in optimizers:
         check_awake(each)
     return optimizers

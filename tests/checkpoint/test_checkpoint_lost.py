@@ -215,28 +215,29 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
     save_checkpoint(tmp_path / "a", net(1.0), async_=True)
     (tmp_path / "a").touch()  # a file, where the directory is to be
     gate[0].set()
-    shardkit.checkpoint.asynchronous.wait_pending()
+    shardkit.checkpoint.asynchronous.pending().error()
     shardkit.checkpoint.asynchronous._report_unseen()
     assert "save_checkpoint: the last checkpoint was not saved: " in caplog.text
     with pytest.raises(CheckpointError, match=r"save_checkpoint failed \(NotADirectoryError: .*Not a directory"):
-        shardkit.checkpoint.asynchronous.finish_pending()
+        shardkit.checkpoint.asynchronous.pending().wait()
     assert listing(tmp_path) == ["a"]
 
 
 @pytest.fixture
-def gate(monkeypatch) -> tuple[threading.Event, list[str]]:
-    """Writing waits for the event; what began and ended is listed."""
-    opened, log = threading.Event(), []
+def gate(monkeypatch) -> tuple[threading.Event, list[str], list[set[int]]]:
+    """Writing waits for the event; what began and ended is listed, and the memory that was written."""
+    opened, log, memory = threading.Event(), [], []
     original = shardkit.checkpoint.save.commit_checkpoint
 
-    def write(path, *content, **options):
+    def write(path, content, *others, **options):
         log.append(f"begin {path.name}")
+        memory.append({tensor.data_ptr() for tensor in content.model.values()})
         assert opened.wait(60)
-        original(path, *content, **options)
+        original(path, content, *others, **options)
         log.append(f"end {path.name}")
 
     monkeypatch.setattr(shardkit.checkpoint.save, "commit_checkpoint", write)
-    return opened, log
+    return opened, log, memory
 
 
 def test_what_is_saved_is_what_was_there_when_it_was_called(tmp_path, gate):
@@ -253,17 +254,21 @@ def test_what_is_saved_is_what_was_there_when_it_was_called(tmp_path, gate):
     assert value_of(tmp_path / "a") == 1.0
 
 
-def test_a_second_save_waits_for_the_first(tmp_path, gate):
-    opened, log = gate
+def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path, gate):
+    opened, log, memory = gate
     model = net(1.0)
     save_checkpoint(tmp_path / "a", model, extra={"value": 1.0}, async_=True)
+    model.load_state_dict(net(2.0).state_dict())
     second = threading.Thread(
-        target=lambda: save_checkpoint(tmp_path / "b", model, extra={"value": 1.0}, async_=True).wait()
+        target=lambda: save_checkpoint(tmp_path / "b", model, extra={"value": 2.0}, async_=True).wait()
     )
     second.start()
+    second.join(0.1)
     opened.set()
     second.join(60)
     assert log == ["begin a", "end a", "begin b", "end b"]
+    assert [value_of(tmp_path / name) for name in "ab"] == [1.0, 2.0]
+    assert memory[0] == memory[1]
 
 
 @pytest.mark.parametrize("then", ["wait", "save", "load"])

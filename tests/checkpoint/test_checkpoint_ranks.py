@@ -19,7 +19,7 @@ from trees import assert_same
 from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.checkpoint.directory import finish_deletions
 from shardkit.checkpoint.format import locate
-from shardkit.errors import CheckpointError
+from shardkit.errors import CheckpointError, ShardkitError
 from shardkit.testing import distributed
 
 FORMATS = ["safetensors", "dcp"]
@@ -197,6 +197,13 @@ def test_ranks_that_mean_different_things_all_raise(tmp_path):
         save_checkpoint(tmp_path / "a", *state, extra=[1, is_first if rank == 2 else 0])
     with pytest.raises(CheckpointError, match=r"format must be .*, got 'pickle'"):
         save_checkpoint(tmp_path / "a", *state, format="pickle")
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ShardkitError, match=r"^model must be an nn\.Module, got AdamW"):
+            call(tmp_path, *state[1::-1])
+    with pytest.raises(
+        ShardkitError, match=r"^optimizer must be one or several of .*, got LambdaLR\. Pass the model first"
+    ):
+        save_checkpoint(tmp_path, state[0], state[2])
     assert not any(tmp_path.iterdir())
 
 
