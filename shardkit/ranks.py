@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import named_sharded_parameters, real_tensors
+from shardkit._torch import real_tensors, sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
 
 logger = logging.getLogger("shardkit")
@@ -73,7 +73,7 @@ def groups_of(model: nn.Module) -> Groups:
     Together they reach every rank that holds a shard of the model. Empty for a plain model. Local.
     """
     check_module(model)
-    params = [param for _, param in named_sharded_parameters(model)]  # also while units are left unsharded
+    params = sharded_parameters(model)  # also while units are left unsharded
     meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
     return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
 
