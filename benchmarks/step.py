@@ -18,6 +18,8 @@ two norms each, on one rank of 8. The 100 norms are replicated, sharded with the
 
 With ``--by-hand``: the same steps with torch's clipping and AdamW on DTensors, of a model that ``shard_model`` sharded
 with its default plan, and of one with ``fully_shard`` on the same units: what shardkit adds to FSDP2.
+
+With ``--shard``: sharding itself, of a new model of 10,000 parameters in each round, by both.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -57,6 +60,7 @@ GOALS = {
     ("fused", "local/DTensor"): 0.35,
     ("clip", "shardkit/torch"): 0.5,
     ("step", "shard_model/by hand"): 1.02,
+    ("shard", "shard_model/by hand"): 1.3,
 }
 
 
@@ -191,7 +195,7 @@ def torchs_steps(shard: Callable[[nn.Module], object]) -> Callable[[], object]:
 
 def by_hand(model: nn.Module) -> None:
     """Shard each block, and the root."""
-    mesh = init_device_mesh("cpu", (8,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -204,6 +208,22 @@ def compare_by_hand(rounds: int, calls: int) -> None:
         sides = {"shard_model": torchs_steps(shard_model), "by hand": torchs_steps(by_hand)}
         times = measured(sides, rounds, calls)
         print(*lines("step", times, [("shard_model", "by hand")]), sep="\n")
+
+
+def compare_sharding(rounds: int) -> None:
+    """Measure sharding 100 blocks of 50 layers each, by ``shard_model`` and by hand."""
+    print("10,000 parameters, 1 of 4 ranks")
+    sides: dict[str, Callable[[nn.Module], object]] = {"shard_model": shard_model, "by hand": by_hand}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    with fake_world(4):
+        for number in range(rounds):
+            for name in sorted(sides, reverse=number % 2 == 1):
+                blocks = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))) for _ in range(100))
+                model = nn.Sequential(*blocks)
+                start = time.process_time()
+                sides[name](model)
+                times[name].append((time.process_time() - start) * 1e3)
+    print(*lines("shard", times, [("shard_model", "by hand")]), sep="\n")
 
 
 def compare_replicated(rounds: int, calls: int) -> None:
@@ -227,6 +247,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--replicate", action="store_true", help="measure replicated modules instead")
     parser.add_argument("--by-hand", action="store_true", help="measure whole steps against fully_shard instead")
+    parser.add_argument("--shard", action="store_true", help="measure sharding of 10,000 parameters instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {options.rounds} rounds of {options.calls} calls, 1 thread, AdamW in float32")
@@ -235,6 +256,9 @@ def main() -> None:
         return
     if options.by_hand:
         compare_by_hand(options.rounds, options.calls)
+        return
+    if options.shard:
+        compare_sharding(options.rounds)
         return
     for title, (shapes, world) in CASES.items():
         print(title)

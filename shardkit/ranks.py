@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import named_sharded_parameters, real_tensors
+from shardkit._torch import real_tensors, sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
 
 logger = logging.getLogger("shardkit")
@@ -73,7 +73,7 @@ def groups_of(model: nn.Module) -> Groups:
     Together they reach every rank that holds a shard of the model. Empty for a plain model. Local.
     """
     check_module(model)
-    params = [param for _, param in named_sharded_parameters(model)]  # also while units are left unsharded
+    params = sharded_parameters(model)  # also while units are left unsharded
     meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
     return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
 
@@ -143,11 +143,11 @@ def all_equal(value: Any, groups: Groups) -> bool:
 
 def each_equal(values: Iterable[Any], groups: Groups) -> list[bool]:
     """Return of each of as many JSON-ready values whether it is equal on all ranks. Collective: one all-reduce."""
-    found = highest([number for value in values for number in _both_ways(value)], groups)
+    found = highest([number for value in values for number in both_ways(value)], groups)
     return [most == -least for most, least in zip(found[::2], found[1::2], strict=True)]
 
 
-def _both_ways(value: Any) -> tuple[int, int]:
+def both_ways(value: Any) -> tuple[int, int]:
     """Return a digest and its negative: ranks have equal values if and only if the maxima are each other's negative."""
     digest = int.from_bytes(hashlib.sha256(json.dumps(value, default=repr).encode()).digest()[:7], "little")
     return digest, -digest
@@ -188,7 +188,7 @@ def raise_together(
     with real_tensors():  # the caller may be in a FakeTensorMode
         same = {"call": call, **poll.same}
         own = _FAILED if problem is not None else int(poll.own)
-        poll.any, most, least = highest([own, *_both_ways(same)], groups)
+        poll.any, most, least = highest([own, *both_ways(same)], groups)
         if poll.any < _FAILED:
             if most != -least:
                 raise error(_unequal(same, groups, call, poll.fix))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import FakeTensor, has_own_dispatch, local_tensor, plain_attributes
 from shardkit.errors import PlanError, listing, message
-from shardkit.ranks import Groups, all_equal, gather_by_rank, groups_of, highest, raise_together
+from shardkit.ranks import Groups, all_equal, both_ways, gather_by_rank, groups_of, highest, raise_together
 
 SAMPLED = 8  # elements of each tensor, evenly from its first to its last
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -66,12 +67,12 @@ def _copied(state: Tensor, groups: Groups) -> tuple[dist.ProcessGroup | None, ..
 
 def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: bool) -> PlanError | None:
     """Return the error for states that are not alike on the ranks of the groups, None if they are. Collective."""
-    digests = _digests(states.values())
+    samples: list[Any] = _samples(states.values())
     if sync_module_states:  # only the place matters, since the values are overwritten
-        digests = [int(digest is None) for digest in digests]
-    if all_equal(digests, groups):
+        samples = [sample is None for sample in samples]
+    if all_equal(samples, groups):
         return None
-    both = [(-1, -1 << 63) if digest is None else (digest, -digest) for digest in digests]
+    both = [(-1, -1 << 63) if sample is None else both_ways(sample) for sample in samples]
     ends = highest(list(chain(*both)), groups)  # of each over all ranks, without those on meta
     differ = [most >= 0 and most != -least for most, least in zip(ends[::2], ends[1::2], strict=True)]
     found = [fqn for fqn, is_found in zip(states, differ, strict=True) if is_found]
@@ -81,10 +82,10 @@ def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: b
         problem = f"needs {listing(found, 6)} on real memory, and some ranks have it on the meta device"
         fix = "Build the model on meta on all ranks and give it rank 0's values by load_full_state_dict"
         return PlanError(message("sync_module_states", problem, "", fix))
-    of_ranks = gather_by_rank(digests[differ.index(True)], groups)
-    column = {rank: digest for rank, digest in of_ranks.items() if digest is not None}
+    of_ranks = gather_by_rank(samples[differ.index(True)], groups)
+    column = {rank: sample for rank, sample in of_ranks.items() if sample is not None}
     first = next(iter(column))
-    others = listing((str(rank) for rank, digest in column.items() if digest != column[first]), 8)
+    others = listing((str(rank) for rank, sample in column.items() if sample != column[first]), 8)
     problem = f"has different values on rank {others} than on rank {first}; "
     problem += f"{len(found)} of {len(states)} parameters and buffers differ"
     rule = "Each rank shards its own copy of the model, so all copies must be equal"
@@ -101,7 +102,7 @@ def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) 
     with torch.no_grad():
         for state in states:
             for part, group in product(_dense_parts(state), _copied(state, groups)):
-                if dist.get_world_size(group) == 1 or not part.numel() or part.is_meta:
+                if dist.get_world_size(group) == 1 or part.is_meta:
                     continue
                 for dim in (dim for dim, stride in enumerate(part.stride()) if not stride):
                     part = part.narrow(dim, 0, 1)  # an expanded dim has one element in memory
@@ -112,31 +113,30 @@ def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) 
                     part.copy_(staged)
 
 
-def _digests(states: Iterable[Tensor]) -> list[int | None]:
-    """Return 63 bits of each tensor's sample, None for one on meta."""
-    digests: list[int | None] = []
+def _samples(states: Iterable[Tensor]) -> list[list[list[int]] | None]:
+    """Return a sample of each dense part of each tensor, None for one on meta; those of a device are read at once."""
+    taken: dict[torch.device, list[Tensor]] = defaultdict(list)
     with torch.no_grad(), plain_attributes():
-        for parts in map(list, map(_dense_parts, states)):
-            if any(part.is_meta for part in parts):
-                digests.append(None)
-            else:
-                sampled = repr([_sample(part).tolist() for part in parts]).encode()
-                digests.append(int.from_bytes(hashlib.blake2b(sampled, digest_size=8).digest(), "big") >> 1)
-    return digests
+        parts = [list(_dense_parts(state)) for state in states]
+        real = [[part for part in each if not part.is_meta] for each in parts]
+        for part in chain(*real):
+            taken[part.device].append(_sample(part))
+        rows = {device: iter(torch.stack(samples).tolist()) for device, samples in taken.items()}
+        found = [[next(rows[part.device]) for part in each] for each in real]
+    return [each if len(each) == len(expected) else None for each, expected in zip(found, parts, strict=True)]
 
 
 def _sample(tensor: Tensor) -> Tensor:
     """The bits of a few elements of a dense tensor as integers: NaN equals itself, and 0.0 does not equal -0.0."""
-    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    bits = tensor.view(_BITS[tensor.itemsize])
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().view(_BITS[tensor.itemsize])
     return torch.take(bits, _evenly(bits.numel(), bits.device))
 
 
 @functools.lru_cache(maxsize=64)
 def _evenly(numel: int, device: torch.device) -> Tensor:
-    return torch.arange(SAMPLED if numel else 0, device=device) * (numel - 1) // (SAMPLED - 1)
+    return torch.arange(SAMPLED, device=device) * (numel - 1) // (SAMPLED - 1)
 
 
 def _dense_parts(state: Tensor) -> Iterator[Tensor]:
@@ -146,8 +146,8 @@ def _dense_parts(state: Tensor) -> Iterator[Tensor]:
     elif has_own_dispatch(type(state)):
         names = state.__tensor_flatten__()[0] if hasattr(state, "__tensor_flatten__") else ()
         yield from (part for name in names for part in _dense_parts(getattr(state, name)))
-    elif state.layout is torch.strided:
-        yield state.detach()
+    elif state.layout is torch.strided and state.numel():
+        yield state
 
 
 def _is_opaque(state: Tensor) -> bool:

@@ -9,7 +9,8 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,14 +78,13 @@ def apply_decided(
     ensure_process_group()
     groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]
 
-    def decide_and_check() -> ShardingPlan:
-        plan, tree = decide()
-        check_mesh(mesh, plan.mesh)
-        check_fit(tree, plan)
-        return plan
-
     with real_tensors():  # ranks exchange real tensors, also where the model is made of fake ones
-        plan = agree_on_plan(decide_and_check, groups, lambda: facts_of(model, sync_module_states))
+        with together(groups, PlanError) as poll:
+            plan, tree = decide()
+            check_mesh(mesh, plan.mesh)
+            check_fit(tree, plan)
+            poll.same = {**facts_of(model, sync_module_states), **facts_of_plan(plan)}
+            del tree  # or it would keep parameters that sharding replaces
         check_same_start(model, plan.ignored, groups, sync_module_states)
         mesh = mesh or build_mesh(plan.mesh)
         if sync_module_states:
@@ -101,28 +101,15 @@ def apply_decided(
     return model
 
 
-def agree_on_plan(
-    decide: Callable[[], ShardingPlan], groups: Groups, facts: Callable[[], Mapping[str, str]] = dict
-) -> ShardingPlan:
-    """Return what ``decide`` returns, if it is the same on every rank. Collective: one small all-reduce per group.
+def facts_of_plan(plan: ShardingPlan) -> dict[str, Any]:
+    """Return what must be equal on all ranks, with a key for each unit and parameter: an error shows those that differ.
 
-    ``groups`` are those of a mesh's axes, which together reach all its ranks. ``facts``, called after ``decide``, are
-    what else must be equal, by name, besides the version of torch. Both are local. Where one raises on any rank, or
-    ranks disagree, every rank raises: its own error, or PlanError.
+    Local, pure; JSON can write it but for dtypes.
     """
-    with together(groups, PlanError) as poll:
-        plan = decide()
-        poll.same = {"torch": str(torch.__version__), **facts(), "plan": _by_part(plan)}
-    return plan
-
-
-def _by_part(plan: ShardingPlan) -> dict[str, Any]:
-    """Return the JSON form with a key for each unit and parameter, so that an error shows those that differ."""
-    data = plan.to_dict()
-    del data["notes"]  # notes may differ
+    data = replace(plan, params=(), notes=()).to_dict()  # notes may differ
+    params = {f"parameter {each.fqn}": each for each in plan.params}
     units = {f"unit {each.name}": value for each, value in zip(plan.units, data.pop("units"), strict=True)}
-    params = {f"parameter {each.fqn}": value for each, value in zip(plan.params, data.pop("params"), strict=True)}
-    return {**params, **units, **data}
+    return {"torch": str(torch.__version__), "plan": {**params, **units, **data}}
 
 
 def carry_out(
@@ -135,6 +122,7 @@ def carry_out(
     """
     meshes = unit_meshes(mesh, plan)
     attributes = ParamAttrs(model, plan)
+    owners = dict(model.named_modules())
     # Ranks must not wait in a collective of ``before`` for one that failed.
     batches = [plan.units] if before is None else [(unit,) for unit in plan.units]
     for units in batches:
@@ -145,7 +133,7 @@ def carry_out(
                 _begin(model, plan)
             ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
             for unit in units:
-                _shard_unit(model, unit, meshes[unit.mesh], ignored)
+                _shard_unit(model, owners, unit, meshes[unit.mesh], ignored)
                 if plan.mesh.parts(unit.mesh) > 1:
                     from shardkit.runtime.means import divide_further
 
@@ -174,9 +162,10 @@ def _begin(model: nn.Module, plan: ShardingPlan) -> None:
         module.forward = tiled(module, fqn or "(root)", number)
 
 
-def _shard_unit(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-    owner = functools.cache(model.get_submodule)  # as most hold several parameters
-    params = {fqn: getattr(owner(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in unit.params}
+def _shard_unit(
+    model: nn.Module, owners: dict[str, nn.Module], unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]
+) -> None:
+    params = {fqn: getattr(owners[fqn.rpartition(".")[0]], fqn.rpartition(".")[2]) for fqn in unit.params}
     modules = [model.get_submodule(fqn) for fqn in unit.modules]
     placements = {params[fqn]: Shard(dim) for fqn, dim in unit.shard_dims}
     try:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,11 @@ replicated_waiting: WeakSet[Any] = WeakSet()  # whose ``waiting()`` returns repl
 @contextmanager
 def replacing(model: nn.Module) -> Iterator[None]:
     """In this context the model is sharded; optimizers with a parameter that it loses raise when they step. Local."""
-    before: Any = WeakIdKeyDictionary()
-    before.update({param: fqn for fqn, param in model.named_parameters()})
+    before = [(ref(param), fqn) for fqn, param in model.named_parameters()]
     yield
-    now = set(model.parameters())
-    _replaced.update({param: fqn for param, fqn in before.items() if param not in now})
+    if held := {param: fqn for param, fqn in ((weak(), fqn) for weak, fqn in before) if param is not None}:
+        now = set(model.parameters())
+        _replaced.update({param: fqn for param, fqn in held.items() if param not in now})
     _whole[model] = {fqn for fqn, param in model.named_parameters() if not isinstance(param, DTensor)}
     watch_gradients(model)
 

@@ -18,9 +18,9 @@ from shardkit._fsdp.fsdp1 import reduce_unused_beside_used
 from shardkit._torch import real_tensors
 from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
-from shardkit.apply.shard import agree_on_plan, carry_out, given_plan
+from shardkit.apply.shard import carry_out, facts_of_plan, given_plan
 from shardkit.apply.validate import check_fit
-from shardkit.errors import TranslationError, listing, message
+from shardkit.errors import PlanError, TranslationError, listing, message
 from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.strategy import groups_to_agree
 from shardkit.meta import is_recorded, materialize
@@ -102,33 +102,23 @@ def shard_translated(
     from different values, as in FSDP1.
     """
     ensure_process_group()
-    decided: list[Translation] = []
-
-    def decide_and_check() -> ShardingPlan:
-        translation = decide()
-        _check(model, translation)
-        decided.append(translation)
-        if not translation.sync_module_states:
-            return translation.plan
-        # A rank may begin on meta in another dtype than the first, which has the values, and cast in param_init_fn.
-        return replace(translation.plan, params=tuple(each._replace(dtype=_ANY) for each in translation.plan.params))
-
-    def facts() -> dict[str, str]:
-        sync, dtypes = decided[-1].sync_module_states, decided[-1].buffer_dtypes
-        alike = {"sync_module_states": str(sync)} if any_start and not sync else facts_of(model, sync)
-        return alike | {"buffer_dtype": str(dict(dtypes))}
-
     with real_tensors():  # as in apply_decided
-        agree_on_plan(decide_and_check, groups, facts)
-        translation, plan = decided[0], decided[0].plan
-        if not (any_start or translation.sync_module_states):
+        with together(groups, PlanError) as poll:
+            translation = decide()
+            _check(model, translation)
+            plan, sync, dtypes = translation.plan, translation.sync_module_states, dict(translation.buffer_dtypes)
+            # A rank may begin on meta in another dtype than the first, which has the values, and cast in param_init_fn.
+            like = replace(plan, params=tuple(each._replace(dtype=_ANY) for each in plan.params)) if sync else plan
+            facts = {"sync_module_states": str(sync)} if any_start and not sync else facts_of(model, sync)
+            poll.same = {**facts, "buffer_dtype": str(dtypes), **facts_of_plan(like)}
+        if not (any_start or sync):
             check_same_start(model, plan.ignored, groups, sync_module_states=False)
         on_meta = any(True for _ in _on_meta(model, translation))
         by_recording = on_meta and translation.param_init_fn is None and is_recorded(model)
         answers = gather_by_rank((on_meta, by_recording), groups).values()
         recorded, anywhere_on_meta = all(each[1] for each in answers), any(each[0] for each in answers)
         mesh = (mesh_of or mesh_for)(translation)
-    needed = (translation.sync_module_states or anywhere_on_meta) and not recorded
+    needed = (sync or anywhere_on_meta) and not recorded
     carry_out(model, plan, mesh, _UnitStates(model, translation, mesh) if needed else None)
     if recorded:
         materialize(model)
