@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import fsdp_units, initialize, is_in_use, not_compiled
 from shardkit.errors import ShardkitError, listing, message
 
+_Hook = Callable[..., None]
 double_backwards: list[nn.Module] = []  # models that run in the context ``double_backward``
 
 
@@ -65,7 +66,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _begin_as_root(root: nn.Module) -> Callable[..., None]:
+def _begin_as_root(root: nn.Module) -> _Hook:
     """Make ``root`` the FSDP root whichever of its units runs first; the hooks remove themselves then.
 
     Not before that forward: until then users may cast the model, add modules, or shard a module around it.
@@ -97,9 +98,7 @@ def _begin_as_root(root: nn.Module) -> Callable[..., None]:
     return begin
 
 
-def _register(
-    root: nn.Module, name: str, begin: Callable[[], None], after: Callable[..., None], running: list[bool]
-) -> None:
+def _register(root: nn.Module, name: str, begin: _Hook, after: _Hook, running: list[bool]) -> None:
     """Let a method gather, except inside of its module's own forward, and reshard after it without backward."""
     fqn, _, method = name.rpartition(".")
     module = root.get_submodule(fqn)

@@ -46,7 +46,8 @@ def replacing(model: nn.Module) -> Iterator[None]:
     if held := {param: fqn for param, fqn in ((weak(), fqn) for weak, fqn in before) if param is not None}:
         now = set(model.parameters())
         _replaced.update({param: fqn for param, fqn in held.items() if param not in now})
-    _whole[model] = {fqn for fqn, param in model.named_parameters() if not isinstance(param, DTensor)}
+    if dist.get_world_size() > 1:
+        _whole[model] = {fqn for fqn, param in model.named_parameters() if not isinstance(param, DTensor)}
     watch_gradients(model)
 
 
@@ -105,7 +106,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         named = [(str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor)]
         if low := low_precision_problem(named, name):
             logger.warning(low)
-        for model, whole in _whole.items() if dist.get_world_size() > 1 else ():
+        for model, whole in _whole.items():
             own = [(fqn, param) for fqn, param in named_sharded_parameters(model) if id(param) in held]
             if added := [fqn for fqn, param in own if not isinstance(param, DTensor) and fqn not in whole]:
                 rule = "No one reduces its gradient: each rank updates its own copy, and the copies drift apart"
