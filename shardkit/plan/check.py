@@ -40,20 +40,22 @@ def children_first(plan: PlanData) -> Iterator[str]:
     seen: set[str] = set()
     for unit in plan.units:
         for fqn in unit.modules:
-            outer = next((name for name in (*ancestors(fqn), fqn) if name in seen), None)
-            if outer is not None:
+            if around := seen.intersection([fqn, *ancestors(fqn)]):
+                outer = max(around, key=len)
                 problem = "appears in two units" if outer == fqn else f"comes after {outer or '(root)'}, its parent"
                 yield message(fqn or "(root)", problem, rule, "Put inner units before outer ones")
         seen.update(unit.modules)
 
 
 def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
+    if len({spec.dtype for spec in plan.params if spec.trainable}) < 2:
+        return
     for unit in plan.units:
-        specs = [spec for spec in plan.specs_of(unit) if spec.trainable]
-        if len({spec.dtype for spec in specs}) > 1:
-            by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
-            for spec in specs:
+        by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
+        for spec in plan.specs_of(unit):
+            if spec.trainable:
                 by_dtype[spec.dtype].append(spec.fqn)
+        if len(by_dtype) > 1:
             found = "; ".join(f"{str(dtype)[6:]}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items())
             problem = f"trains parameters of {len(by_dtype)} dtypes ({found})"
             rule = "The trainable parameters of a unit have one dtype, since their gradients are reduced together"
@@ -117,9 +119,10 @@ def with_units_inside(plan: PlanData) -> dict[ShardUnit, str]:
 
 
 def _policies(plan: PlanData) -> Iterator[str]:
-    inner = with_units_inside(plan)
-    for unit in plan.units:
-        if unit in inner and isinstance(unit.checkpoint_activations, str):
+    chosen = [unit for unit in plan.units if isinstance(unit.checkpoint_activations, str)]
+    inner = with_units_inside(plan) if chosen else {}
+    for unit in chosen:
+        if unit in inner:
             problem = f"has checkpoint_activations={unit.checkpoint_activations!r}, and {inner[unit]} inside is a unit"
             rule = "A policy would choose among the operations of its all-gather too"
             yield message(unit.name, problem, rule, "Pass checkpoint_activations=True for it")

@@ -173,7 +173,9 @@ class MeshSpec:
 
     def splits(self, axis: str | None) -> dict[str, int]:
         """Return the axes, with their sizes, over which the model has split the experts of a unit on ``axis``."""
-        cut = len(self.shape) if axis is None else self.axis_names.index(axis) + 1
+        if axis is None:
+            return {}
+        cut = self.axis_names.index(axis) + 1
         return dict(zip(self.axis_names[cut:], self.shape[cut:], strict=True))
 
     def parts(self, axis: str | None) -> int:

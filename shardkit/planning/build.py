@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -73,23 +74,24 @@ def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPla
     left_alone = _ignored_fqns(tree, request.ignored_params or ())
     chosen = [] if rules is None else select(tree, rules)
     apart = {each for new in chosen if new.replicates for entry in new.entries for each in tree.subtree(entry)}
-    whole = tree.unshardable.union(*(tree.owned[entry] for entry in apart))
-    notes, others = list[str](), list[str]()
+    replicated = tree.unshardable.union(*(tree.owned[entry] for entry in apart))
+    blocks, notes = None, list[str]()
     if rules is not None and not no_units(chosen):
         selections = [new for new in chosen if new.makes_unit]
         if not any(0 in selection.entries for selection in selections):
             selections.append(Selection((0,), reshard=False))
     else:
-        selections, notes = default_units(tree, left_alone | whole)
-        others = inseparable_dtypes(tree, selections, left_alone | whole)
-        reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
-        size = nbytes(sum(tree.params[fqn].nbytes for fqn in others))
-        notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
+        selections, blocks, notes = default_units(tree, left_alone | replicated)
+        if odd := inseparable_dtypes(tree, selections, left_alone | replicated):
+            reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
+            size = nbytes(sum(tree.specs[fqn].nbytes for fqn in odd))
+            notes.append(f"{listing(odd, 4)}: {reason}, so are replicated, {size} on every rank")
+            replicated |= set(odd)
+    if apart:  # modules that need no gathering, such as the norm of [norm, head]
+        kept = [tuple(entry for entry in new.entries if not entry or entry not in apart) for new in selections]
+        selections = [replace(new, entries=entries) for new, entries in zip(selections, kept, strict=True) if entries]
     prefetch, methods = request.prefetch, request.forward_methods
-    # Without modules that need no gathering, such as the norm of [norm, head].
-    selections = [replace(new, entries=tuple(e for e in new.entries if not e or e not in apart)) for new in selections]
-    selections, others = [new for new in selections if new.entries], [*others, *whole]
-    plan = plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, others)
+    plan = plan_of(tree, mesh, selections, settings, left_alone, replicated, blocks, prefetch, methods, notes)
     for name in ("checkpoint_activations", "compile"):
         if getattr(settings, name) and not any(getattr(unit, name) for unit in plan.units):
             problem, rule = "reaches no module", "It applies to blocks: modules that repeat, or units with submodules"
@@ -106,41 +108,49 @@ def plan_of(
     mesh: MeshSpec,
     selections: list[Selection],
     settings: Settings,
-    left_alone: frozenset[str] = frozenset(),
+    left_alone: frozenset[str],
+    replicated: frozenset[str],
+    blocks: list[int] | None = None,
     prefetch: int = 0,
-    notes: Iterable[str] = (),
     methods: Iterable[str] = (),
-    others: Iterable[str] = (),
+    notes: Iterable[str] = (),
 ) -> ShardingPlan:
-    """Return the plan whose units are ``selections``, the root among them; ``others`` are replicated too.
+    """Return the plan whose units are ``selections``, the root among them.
 
-    Raises PlanError if the selections split a tie or lie inside each other, or the plan is not valid.
+    ``blocks`` are the entries to checkpoint and compile; None is each unit of one module with submodules. Raises
+    PlanError if the selections split a tie or lie inside each other, or the plan is not valid.
     """
-    selections = _children_first(tree, selections)
     for axis in dict.fromkeys(each.overrides.get("mesh") for each in selections):
         mesh = mesh if axis is None else mesh.sharded_from(axis)
-    replicated = tree.unshardable.union(others) - left_alone
-    owned, torn = assign(tree, [selection.entries for selection in selections], left_alone | replicated)
+    selections = _children_first(tree, selections)
+    entries = [selection.entries for selection in selections]
+    if blocks is None:
+        # Recomputing a lone embedding, norm or head saves nothing, and neither does recomputing the root.
+        blocks = [first for first, *others in entries if first and not others and tree.ends[first] > first + 1]
+    around, inside = unit_of_entries(tree, entries), defaultdict[int, list[str]](list)
+    for block in blocks:
+        inside[around[block]].append(tree.fqns[block])
+    replicated -= left_alone
+    owned, torn = assign(tree, entries, left_alone | replicated)
     refuse(split_problem(tree, fqn) for fqn in torn)
     # Below the root without output_dtype: only the root returns to the user, and blocks that cast would keep more.
     inner = replace(settings, mp_policy=replace(settings.mp_policy, output_dtype=None))
     units = tuple(
-        _unit(tree, selection, params, settings if selection.entries == (0,) else inner)
-        for selection, params in zip(selections, owned, strict=True)
+        _unit(tree, selection, tuple(params), tuple(inside[index]), settings if selection.entries == (0,) else inner)
+        for index, (selection, params) in enumerate(zip(selections, owned, strict=True))
     )
     if isinstance(methods, str):
         problem, fix = f"must be a list of names, got the string {methods!r}", f"Pass forward_methods=[{methods!r}]"
         raise PlanError(message("forward_methods", problem, "", fix))
     generate = ["generate"] * callable(getattr(tree.modules[0], "generate", None))
-    trained = sorted(fqn for fqn in left_alone if tree.params[fqn].requires_grad)
+    trained = sorted(fqn for fqn in left_alone if tree.specs[fqn].trainable)
     note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
     split = {fqn for unit in units if unit.mesh and mesh.parts(unit.mesh) > 1 for fqn in unit.params}
+    specs = tree.specs | {fqn: tree.specs[fqn]._replace(tensor_parallel=True) for fqn in split}
     plan = ShardingPlan(
         units=units,
         mesh=mesh,
-        params=tuple(
-            spec._replace(tensor_parallel=True) if spec.fqn in split else spec for spec in tree.specs.values()
-        ),
+        params=tuple(specs.values()),
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
         replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
         prefetch=prefetch,
@@ -180,22 +190,22 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
         raise PlanError(message(name, problem, "", "Leave the inner module out")) from error
 
 
-def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
-    chosen, first = selection.overrides, selection.entries[0]
-    # Recomputing a lone embedding, norm or head saves nothing, and neither does recomputing the root.
-    is_block = len(selection.entries) == 1 and first != 0 and tree.ends[first] > first + 1
-    blocks = selection.entries if is_block and selection.blocks is None else selection.blocks or ()
-    policy = chosen.get("checkpoint_activations", bool(blocks) and settings.checkpoint_activations)
+def _unit(
+    tree: ModelTree, selection: Selection, params: tuple[str, ...], blocks: tuple[str, ...], settings: Settings
+) -> ShardUnit:
+    chosen = selection.overrides
     reshard, dim = chosen.get("reshard_after_forward", settings.reshard_after_forward), chosen.get("shard_dim")
     return ShardUnit(
         modules=tuple(tree.fqns[entry] for entry in selection.entries),
-        params=tuple(params),
+        params=params,
         reshard_after_forward=selection.reshard if reshard is None else reshard,
         mp_policy=chosen.get("mp_policy", settings.mp_policy),
         offload_policy=chosen.get("offload_policy", settings.offload_policy),
-        checkpoint_activations=named_policy(policy),
+        checkpoint_activations=named_policy(
+            chosen.get("checkpoint_activations", bool(blocks) and settings.checkpoint_activations)
+        ),
         compile=chosen.get("compile", settings.compile and bool(blocks)),
-        blocks=tuple(tree.fqns[entry] for entry in blocks),
+        blocks=blocks,
         shard_dims=tuple((fqn, dim) for fqn in params if len(tree.specs[fqn].shape) > dim) if dim else (),
         mesh=chosen.get("mesh"),
         may_skip=bool(chosen.get("may_skip")),

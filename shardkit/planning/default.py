@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import replace
-from itertools import takewhile
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from itertools import islice, takewhile
 
 import torch.nn as nn
 
 from shardkit.errors import listing
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Selection
-from shardkit.planning.tree import ModelTree, is_called, owners, unit_of_entries
+from shardkit.planning.tree import ModelTree, is_called, owners
 
 SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # elements, of the model: smaller units join neighbors
 FEW_SHARE = 0.02  # of the model: what is small even so goes to the unit around, if together it is at most this
@@ -29,8 +28,8 @@ CUT_COVER = 0.7  # of a block: the blocks inside must be as much of it; otherwis
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Selection], list[str]]:
-    """Return the selections of the default rule, the root included, and a note for each repair."""
+def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Selection], list[int], list[str]]:
+    """Return the selections of the default rule, the blocks to checkpoint and compile, and a note for each repair."""
     blocks = Blocks(tree)
     inside = set[int]().union(*map(tree.subtree, blocks.outermost))
     firsts = {tree.firsts[below] for below in inside} if tree.shared else ()
@@ -39,13 +38,12 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     inside.update(*(range(entry + 1, tree.ends[entry]) for entry in tree.instances(nn.ModuleList)))
     outside = [entry for entry in range(len(tree.modules)) if entry not in inside]
 
-    head = _find_head(tree, outside)
+    declared = _declared(tree, "get_output_embeddings", outside)
+    head = _find_head(tree, outside) if declared is None else declared
     embedding = _find_input_embedding(tree, blocks, outside, head)
-    tail = _find_tail(tree, blocks, outside, head)
-    units = _join_small(tree, blocks)
-    taken = {*inside, *tail} | {each for each in (embedding, _declared(tree, "get_output_embeddings", outside)) if each}
-    large = _find_large(tree, blocks, 0, taken)
-    units += [(entry,) for entry in large]
+    tail = _find_tail(tree, blocks, outside, head, is_declared=declared is not None)
+    large = _find_large(tree, blocks, 0, {*inside, *tail, embedding, declared})
+    units = [*_join_small(tree, blocks), *((entry,) for entry in large)]
     selections = [Selection(unit) for unit in units]
     selections += [Selection((embedding,))] if embedding is not None else []
     selections += [Selection(tail, reshard=False)] if tail else []
@@ -53,16 +51,7 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     selections, notes = join_ties(tree, selections, ignored)
     selections, more_notes = split_dtypes(tree, selections, ignored)
     to_recompute = [*blocks.smallest, *(entry for entry in large if tree.ends[entry] > entry + 1)]
-    return _with_blocks(tree, selections, to_recompute), notes + more_notes + _notes_of_tables(tree, blocks, embedding)
-
-
-def _with_blocks(tree: ModelTree, selections: list[Selection], blocks: list[int]) -> list[Selection]:
-    """Return the units with the blocks that are directly in each: what checkpointing and compiling apply to."""
-    around = unit_of_entries(tree, [selection.entries for selection in selections])
-    inside: dict[int, list[int]] = {}
-    for block in blocks:
-        inside.setdefault(around[block], []).append(block)
-    return [replace(unit, blocks=tuple(inside.get(index, ()))) for index, unit in enumerate(selections)]
+    return selections, to_recompute, notes + more_notes + _notes_of_tables(tree, blocks, embedding)
 
 
 def _join_small(tree: ModelTree, blocks: Blocks) -> list[tuple[int, ...]]:
@@ -75,7 +64,7 @@ def _join_small(tree: ModelTree, blocks: Blocks) -> list[tuple[int, ...]]:
         else:
             units.append((block,))
     tiny = [unit for unit in units if blocks.size(unit) < blocks.small and not blocks.is_declared(unit[0])]
-    few = sum(map(blocks.size, tiny)) <= FEW_SHARE * blocks.numel[0]
+    few = sum(map(blocks.size, tiny)) <= FEW_SHARE * tree.numel[0]
     return [unit for unit in units if not (few and unit in tiny)]
 
 
@@ -86,23 +75,20 @@ def _follows(tree: ModelTree, one: int, two: int) -> bool:
     return is_sequential and tree.ends[one] == two and tree.parents[one] == container
 
 
-def _find_large(tree: ModelTree, blocks: Blocks, outer: int, taken: Collection[int]) -> list[int]:
+def _find_large(tree: ModelTree, blocks: Blocks, outer: int, taken: Collection[int | None]) -> list[int]:
     """Return the modules below an entry that are much of the model, in no unit and around none."""
     found: list[int] = []
     for entry in tree.children(outer):
-        if entry not in taken and _is_large(tree, blocks, entry):
+        if entry not in taken and _is_large(tree, entry):
             below = _find_large(tree, blocks, entry, taken)
             around = any(each in taken for each in tree.subtree(entry)) or not is_called(tree, entry)
-            cut = around or (len(below) > 1 and blocks.numel[entry] > blocks.limit)
+            cut = around or (len(below) > 1 and tree.numel[entry] > blocks.limit)
             found += below if cut else [entry] * (tree.firsts[entry] == entry)
     return found
 
 
 def _find_head(tree: ModelTree, outside: list[int]) -> int | None:
-    """Return the output layer: the one that the model names, else the one that runs last, or is last, if a Linear."""
-    declared = _declared(tree, "get_output_embeddings", outside)
-    if declared is not None:
-        return declared
+    """Return the output layer of a model that names none: what runs last, or is last, if it is a Linear."""
     if tree.reads:
         last = max(owners(tree, next(reversed(tree.reads))))
     else:
@@ -111,14 +97,15 @@ def _find_head(tree: ModelTree, outside: list[int]) -> int | None:
     return last if is_linear and is_called(tree, last) else None
 
 
-def _find_tail(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | None) -> tuple[int, ...]:
+def _find_tail(
+    tree: ModelTree, blocks: Blocks, outside: list[int], head: int | None, is_declared: bool
+) -> tuple[int, ...]:
     """Return ``[norm, head]``, with the norm that runs right before; the head alone where it is tied or large.
 
     Without a dry run that is the first norm behind the blocks. Nothing where the head is small, and the model does not
     name it.
     """
-    is_declared = head == _declared(tree, "get_output_embeddings", outside)
-    if head is None or (blocks.numel[head] < blocks.small and not is_declared):
+    if head is None or (tree.numel[head] < blocks.small and not is_declared):
         return ()
     behind = [entry for entry in outside if (blocks.outermost or [0])[-1] < entry < head]
     if tree.reads:
@@ -132,14 +119,14 @@ def _find_tail(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | 
                 break  # the norm of another part of the model
             return tuple(sorted((entry, head)))
     tied = any(fqn in tree.ties for fqn in tree.owned[head])
-    return (head,) if tied or _is_large(tree, blocks, head) else ()
+    return (head,) if tied or _is_large(tree, head) else ()
 
 
 def _notes_of_tables(tree: ModelTree, blocks: Blocks, embedding: int | None) -> list[str]:
     """Return a note for embedding tables that are most of the model, as in recommendation."""
     tables = [each for each in tree.instances(nn.Embedding, nn.EmbeddingBag) if tree.firsts[each] == each != embedding]
     tables = [each for each in tables if not any(fqn in tree.ties for fqn in tree.owned[each])]
-    if 2 * blocks.size(tables) < blocks.numel[0]:
+    if 2 * blocks.size(tables) < tree.numel[0]:
         return []
     names = listing((tree.fqns[entry] for entry in tables), 4)
     return [
@@ -148,10 +135,10 @@ def _notes_of_tables(tree: ModelTree, blocks: Blocks, embedding: int | None) -> 
     ]
 
 
-def _is_large(tree: ModelTree, blocks: Blocks, entry: int) -> bool:
+def _is_large(tree: ModelTree, entry: int) -> bool:
     is_table = isinstance(tree.modules[entry], (nn.Embedding, nn.EmbeddingBag))
     once = is_table and all(tree.reads.get(fqn) == 1 for fqn in tree.owned[entry])
-    return blocks.numel[entry] >= max(LARGE_NUMEL, (TABLE_SHARE if once else LARGE_SHARE) * blocks.numel[0])
+    return tree.numel[entry] >= max(LARGE_NUMEL, (TABLE_SHARE if once else LARGE_SHARE) * tree.numel[0])
 
 
 def _find_input_embedding(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | None) -> int | None:
@@ -189,31 +176,27 @@ class Blocks:
         outermost: those that are in no other block, in the model's order.
         smallest: those into which the outermost can be cut, at most; what ``checkpoint_activations`` recomputes.
         limit: elements of the largest of these, at least ``CUT_NUMEL``: a larger block is cut.
-        numel: elements at or below each entry of the tree; a tied parameter counts at each of its places.
         small: elements; what has fewer is worth no all-gather of its own.
     """
 
     def __init__(self, tree: ModelTree) -> None:
         self._tree = tree
         self._declared = frozenset(getattr(tree.modules[0], "_no_split_modules", None) or ())
-        self.numel, self._matrices = _totals(tree)
-        self.small = min(SMALL_NUMEL, SMALL_SHARE * self.numel[0])
-        self._items = set(_items(tree, self._matrices))
+        self.small = min(SMALL_NUMEL, SMALL_SHARE * tree.numel[0])
+        self._items = self._find_items()
         # Each module once, also where a list repeats one: ModuleList([block] * 3)
-        firsts = {
-            cls: [each for each in entries if tree.firsts[each] == each] for cls, entries in tree.by_class.items()
-        }
-        self._counts = {cls: len(entries) for cls, entries in firsts.items()}
-        self._listed = {cls: len(self._items.intersection(entries)) for cls, entries in firsts.items()}
-        listed = sorted(entry for cls, entries in firsts.items() if self._listed[cls] for entry in entries)
+        self._listed = Counter(type(tree.modules[item]) for item in self._items if tree.firsts[item] == item)
+        same = {cls: [each for each in tree.by_class[cls] if tree.firsts[each] == each] for cls in self._listed}
+        self._counts = {cls: len(entries) for cls, entries in same.items()}
+        listed = sorted(entry for entries in same.values() for entry in entries)
         self._found = [entry for entry in listed if entry and self._is_block(entry)]
         self.outermost = self._outermost(0)
         self.smallest = [smallest for block in self.outermost for smallest in self._smallest(block)]
-        self.limit = max(CUT_NUMEL, *(self.numel[block] for block in self.smallest), 0)
+        self.limit = max(CUT_NUMEL, *(tree.numel[block] for block in self.smallest), 0)
 
     def size(self, entries: Collection[int]) -> int:
         """Return the elements at or below these entries."""
-        return sum(self.numel[entry] for entry in entries)
+        return sum(self._tree.numel[entry] for entry in entries)
 
     def is_declared(self, entry: int) -> bool:
         """Return whether the model names the class of this entry in ``_no_split_modules``."""
@@ -224,9 +207,10 @@ class Blocks:
         return [unit for block in self.outermost for unit in self._cut(block)]
 
     def _cut(self, block: int) -> list[int]:
-        inside = self._inside(block) if self.numel[block] > self.limit else []
-        rest = self.numel[block] - self.size(inside)  # what is not in the inner ones, such as a stage's downsampling
-        around = [block] * (not inside or rest >= CUT_REST * self.numel[0])
+        numel = self._tree.numel
+        inside = self._inside(block) if numel[block] > self.limit else []
+        rest = numel[block] - self.size(inside)  # what is not in the inner ones, such as a stage's downsampling
+        around = [block] * (not inside or rest >= CUT_REST * numel[0])
         return [unit for inner in inside for unit in self._cut(inner)] + around
 
     def _smallest(self, block: int) -> list[int]:
@@ -237,12 +221,12 @@ class Blocks:
         tree, module = self._tree, self._tree.modules[block]
         # Where the model declares blocks, such a block is cut only into others that the model declares.
         among = self._declared if self.is_declared(block) else ()
-        inside = [inner for inner in self._outermost(block, among) if self._matrices[inner] > 1]
+        inside = [inner for inner in self._outermost(block, among) if self._has_matrices(inner, 2)]
         if len(inside) < 2:
             return inside if inside and self._inside(inside[0]) else []
         siblings = Counter((tree.parents[inner], type(tree.modules[inner])) for inner in inside)
         repeat = max(siblings.values()) > 1 or isinstance(module, _CONTAINERS)
-        return inside if repeat and self.size(inside) >= CUT_COVER * self.numel[block] else []
+        return inside if repeat and self.size(inside) >= CUT_COVER * tree.numel[block] else []
 
     def _outermost(self, entry: int, among: Collection[str] = ()) -> list[int]:
         """Return the outermost blocks below an entry, of classes with these names if any are given."""
@@ -257,14 +241,14 @@ class Blocks:
     def _is_block(self, entry: int) -> bool:
         tree, module = self._tree, self._tree.modules[entry]
         if entry not in self._items:  # an attribute, such as mid_block, of a class that is in a list too
-            repeats = self._counts[type(module)] > 1 and self._matrices[entry] > 1
+            repeats = self._counts[type(module)] > 1 and self._has_matrices(entry, 2)
             return repeats and not isinstance(module, _CONTAINERS) and is_called(tree, entry)
         if not self.is_declared(entry):
             if self._listed[type(module)] < 2 and not self._is_alone(entry):
                 return False
             # A stack of plain layers, such as an MLP in a Sequential: blocks only where the stack is most of the model.
-            is_large = self._matrices[entry] and 2 * self.numel[tree.parents[entry]] > self.numel[0]
-            if not is_large and not any(self.numel[child] for child in tree.children(entry)):
+            is_large = 2 * tree.numel[tree.parents[entry]] > tree.numel[0] and self._has_matrices(entry, 1)
+            if not is_large and not any(tree.numel[child] for child in tree.children(entry)):
                 return False
         return is_called(tree, entry)
 
@@ -273,37 +257,31 @@ class Blocks:
         is_only = item == container + 1 and self._tree.ends[item] == self._tree.ends[container]
         return is_only and isinstance(self._tree.modules[container], nn.ModuleList)
 
+    def _has_matrices(self, entry: int, number: int) -> bool:
+        """Return whether at least so many parameters at or below an entry have more than one long dim."""
+        tree = self._tree
+        specs = (tree.specs[fqn] for below in tree.subtree(entry) for fqn in tree.owned[below])
+        matrices = (spec for spec in specs if spec.numel > max(spec.shape, default=1))
+        return len(list(islice(matrices, number))) == number
 
-def _totals(tree: ModelTree) -> tuple[list[int], list[int]]:
-    """Return the elements at or below each entry, and the number of parameters with more than one long dim."""
-    numel, matrices = [0] * len(tree.modules), [0] * len(tree.modules)
-    for entry in tree.post_order:
-        for fqn in tree.owned[entry]:
-            spec = tree.specs[fqn]
-            elements = spec.numel
-            numel[entry] += elements
-            matrices[entry] += elements > max(spec.shape or (1,))
-        if entry:
-            numel[tree.parents[entry]] += numel[entry]
-            matrices[tree.parents[entry]] += matrices[entry]
-    return numel, matrices
+    def _find_items(self) -> set[int]:
+        """Return what is in lists: items of containers, and attributes that only a number tells apart: ``encoder1``.
 
-
-def _items(tree: ModelTree, matrices: list[int]) -> Iterator[int]:
-    """Yield what is in lists: the items of containers, and attributes that only a number tells apart: ``encoder1``.
-
-    Not experts: a rank may have no token for one, and not call it.
-    """
-    containers = tree.instances(*_CONTAINERS)
-    experts = [entry for entry in containers if "expert" in tree.fqns[entry].rpartition(".")[2].lower()]
-    among_experts = {below for entry in experts for below in tree.subtree(entry)}
-    yield from (item for entry in containers if entry not in among_experts for item in tree.children(entry))
-    numbered: dict[tuple[int, str], list[int]] = {}
-    others = among_experts.union(containers)
-    for entry, count in enumerate(matrices):
-        name = tree.fqns[entry].rpartition(".")[2] if count else ""
-        if any(map(str.isdigit, name)) and tree.parents[entry] not in others:
-            numbered.setdefault((tree.parents[entry], re.sub(r"\d+", "#", name)), []).append(entry)
-    for alike in numbered.values():
-        # Where one is a single layer, as of Inception, they are branches or plain layers.
-        yield from alike if len(alike) > 1 and all(matrices[entry] > 1 for entry in alike) else ()
+        Not experts: a rank may have no token for one, and not call it.
+        """
+        tree = self._tree
+        names = [fqn.rpartition(".")[2] for fqn in tree.fqns]
+        containers = tree.instances(*_CONTAINERS)
+        experts = {below for each in containers if "expert" in names[each].lower() for below in tree.subtree(each)}
+        items = {item for entry in containers if entry not in experts for item in tree.children(entry)}
+        counted = {name: re.sub(r"\d+", "#", name) for name in set(names) if any(map(str.isdigit, name))}
+        alike: dict[tuple[int, str], list[int]] = defaultdict(list)
+        others = experts.union(containers)
+        for entry, name in enumerate(names):
+            if name in counted and tree.parents[entry] not in others and self._has_matrices(entry, 1):
+                alike[tree.parents[entry], counted[name]].append(entry)
+        for entries in alike.values():
+            # Where one is a single layer, as of Inception, they are branches or plain layers.
+            if len(entries) > 1 and all(self._has_matrices(entry, 2) for entry in entries):
+                items.update(entries)
+        return items

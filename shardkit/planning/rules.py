@@ -40,7 +40,6 @@ class Selection:
     entries: tuple[int, ...]  # their places in the ModelTree; several are torch's list form
     overrides: Overrides = field(default_factory=Overrides)  # settings that a rule asked for
     reshard: bool = True  # what reshard_after_forward=None means for it
-    blocks: tuple[int, ...] | None = None  # to checkpoint and compile; None is the module, if it has submodules
 
     @property
     def tiles(self) -> int | None:
@@ -126,12 +125,14 @@ def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
 
     def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
         # The elements below each entry that no unit has, summed up from the innermost modules.
-        left = [sum(tree.params[fqn].numel() for fqn in owned) for owned in tree.owned]
-        found: list[int] = []
+        left = [sum(tree.specs[fqn].numel for fqn in owned) for owned in tree.owned]
+        found = set[int]()
         for entry in tree.post_order:
-            if left[entry] >= min_numel and entry not in {0, *taken} and is_called(tree, entry):
-                found.append(entry)
-            elif entry not in taken and entry != 0:
+            if not entry or entry in taken or tree.firsts[entry] in found:
+                continue  # the last is a module that was found by another name
+            if left[entry] >= min_numel and is_called(tree, entry):
+                found.add(entry)
+            else:
                 left[tree.parents[entry]] += left[entry]
         return [Selection((entry,), overrides) for entry in sorted(found)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from functools import cache, cached_property
 from inspect import unwrap
@@ -29,8 +30,12 @@ class ModelTree:
         ends: one past the last entry below each one, so that ``range(i, ends[i])`` is its subtree.
         post_order: the entries, children before parents.
         firsts: the first entry of each one's module, itself for almost all.
+        by_class: the entries of each class of modules.
         owned: the first FQNs of the parameters that each entry's module registers itself.
+        numel: elements at or below each entry; a tied parameter counts at each of its places.
         params: each parameter once, by its first FQN, in pre-order.
+        specs: what a plan records of each of them.
+        unsplit: the parameters of tensor classes with operators of their own, such as quantized ones and DTensors.
         names: the first FQN of each parameter, by its ``id``.
         ties: the further FQNs of each tied parameter, by its first FQN.
         uncalled: the entries that a dry run saw used without being called; empty without one.
@@ -47,63 +52,74 @@ class ModelTree:
         self.ends: list[int] = []
         self.post_order: list[int] = []
         self.firsts: list[int] = []
+        self.by_class: dict[type[nn.Module], list[int]] = defaultdict(list)
         self.owned: list[Sequence[str]] = []
+        self.numel: list[int] = []
         self.params: dict[str, nn.Parameter] = {}
+        self.specs: dict[str, ParamSpec] = {}
+        self.unsplit: set[str] = set()
         self.names: dict[int, str] = {}
         self.ties: dict[str, list[str]] = {}
         self.uncalled: set[int] = set()
         self.reads: dict[str, int] = {}
         self._walk("", model, -1, {})
+        for fqn, aliases in self.ties.items():
+            self.specs[fqn] = self.specs[fqn]._replace(aliases=tuple(aliases))
 
     def _walk(self, fqn: str, module: nn.Module, parent: int, seen: dict[int, int]) -> None:
         entry = len(self.fqns)
         first = seen.setdefault(id(module), entry)
         if first != entry and module in self._around(parent):
             return  # a module that is its own descendant: torch's named_modules() stops here too
-        prefix, params, children = fqn + "." if fqn else "", module._parameters, module._modules
+        prefix, owned, numel = fqn + "." if fqn else "", [], 0
+        for name, param in module._parameters.items():
+            if param is not None:
+                owned.append(self._register(prefix + name, param))
+                numel += param.numel()
         self.fqns.append(fqn)
         self.modules.append(module)
         self.parents.append(parent)
         self.firsts.append(first)
-        self.owned.append(self._register(prefix, params) if params else ())
+        self.by_class[type(module)].append(entry)
+        self.owned.append(owned)
+        self.numel.append(numel)
         self.ends.append(entry + 1)
-        if children:
+        if children := module._modules:
             for name, child in children.items():
                 if child is not None:
                     self._walk(prefix + name, child, entry, seen)
             self.ends[entry] = len(self.fqns)
         self.post_order.append(entry)
+        if entry:
+            self.numel[parent] += self.numel[entry]
 
     def _around(self, entry: int) -> Iterator[nn.Module]:
         while entry >= 0:
             yield self.modules[entry]
             entry = self.parents[entry]
 
-    def _register(self, prefix: str, params: dict[str, nn.Parameter | None]) -> list[str]:
-        owned: list[str] = []
-        for name, param in params.items():
-            if param is not None:
-                alias = prefix + name
-                first = self.names.setdefault(id(param), alias)
-                owned.append(first)
-                if first == alias:
-                    self.params[first] = param
-                else:
-                    self.ties.setdefault(first, []).append(alias)
-        return owned
+    def _register(self, alias: str, param: nn.Parameter) -> str:
+        """Return the first FQN of a parameter."""
+        first = self.names.setdefault(id(param), alias)
+        if first == alias:
+            self.params[first], self.specs[first] = param, self._spec(first, param)
+        else:
+            self.ties.setdefault(first, []).append(alias)
+        return first
+
+    def _spec(self, fqn: str, param: nn.Parameter) -> ParamSpec:
+        spec = ParamSpec(fqn, tuple(param.shape), param.dtype, param.requires_grad)
+        if type(param) is nn.Parameter or not has_own_dispatch(type(param)):
+            return spec
+        self.unsplit.add(fqn)
+        if isinstance(param, DTensor):
+            return spec._replace(tensor_parallel=True)
+        return spec if spec.trainable else spec._replace(element_bytes=_element_bytes(param))
 
     @cached_property
     def places(self) -> dict[str, int]:
         """The entry of each FQN."""
         return {fqn: entry for entry, fqn in enumerate(self.fqns)}
-
-    @cached_property
-    def by_class(self) -> dict[type[nn.Module], list[int]]:
-        """The entries of each class of modules."""
-        found: dict[type[nn.Module], list[int]] = {}
-        for entry, module in enumerate(self.modules):
-            found.setdefault(type(module), []).append(entry)
-        return found
 
     def instances(self, *classes: type) -> list[int]:
         """The entries of modules of these classes, in order."""
@@ -126,28 +142,9 @@ class ModelTree:
         return [entry for entry, first in enumerate(self.firsts) if first == entry]
 
     @cached_property
-    def specs(self) -> dict[str, ParamSpec]:
-        """What a plan records of each parameter, in order."""
-        return {fqn: self._spec(fqn, param) for fqn, param in self.params.items()}
-
-    def _spec(self, fqn: str, param: nn.Parameter) -> ParamSpec:
-        spec = ParamSpec(fqn, tuple(param.shape), param.dtype, param.requires_grad, tuple(self.ties.get(fqn, ())))
-        if fqn not in self.unsplit:
-            return spec
-        if isinstance(param, DTensor):
-            return spec._replace(tensor_parallel=True)
-        return spec if spec.trainable else spec._replace(element_bytes=_element_bytes(param))
-
-    @cached_property
     def unshardable(self) -> frozenset[str]:
         """The parameters that FSDP2 cannot cut along a dim: scalars and empty ones."""
         return frozenset(fqn for fqn, spec in self.specs.items() if not spec.shards)
-
-    @cached_property
-    def unsplit(self) -> frozenset[str]:
-        """The parameters of tensor classes with operators of their own, such as quantized ones and DTensors."""
-        classes = {cls for cls in set(map(type, self.params.values())) if has_own_dispatch(cls)}
-        return frozenset(fqn for fqn, param in self.params.items() if classes and type(param) in classes)
 
     @cached_property
     def trains_one_dtype(self) -> bool:
@@ -190,15 +187,16 @@ def assign(
     names. ``units`` are the entries of each unit's modules, the root among them.
     """
     around = unit_of_entries(tree, units)
-    owner: dict[str, int] = {}
+    params: list[list[str]] = [[] for _ in units]
+    owner: dict[str, int] = dict.fromkeys(ignored, -1)
     split: dict[str, None] = {}
     for entry in tree.post_order:
         for fqn in tree.owned[entry]:
-            if fqn not in ignored and owner.setdefault(fqn, around[entry]) != around[entry]:
+            if fqn not in owner:
+                owner[fqn] = around[entry]
+                params[around[entry]].append(fqn)
+            elif owner[fqn] not in (-1, around[entry]):
                 split[fqn] = None
-    params: list[list[str]] = [[] for _ in units]
-    for fqn, unit in owner.items():
-        params[unit].append(fqn)
     return params, list(split)
 
 

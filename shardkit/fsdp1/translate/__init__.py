@@ -115,7 +115,8 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
     left_alone = ignored_fqns(tree, ignored).union(fqn for entry in below for fqn in tree.owned[entry])
     settings = _unit_settings(tree, wrapped, given, strategy)
     selections, repairs = _select(tree, wrapped, settings, left_alone)
-    plan = plan_of(tree, place.spec, selections, _UNSET, left_alone, int(given.forward_prefetch), repairs)
+    ahead, replicated = int(given.forward_prefetch), tree.unshardable
+    plan = plan_of(tree, place.spec, selections, _UNSET, left_alone, replicated, prefetch=ahead, notes=repairs)
     return Translation(
         plan=plan,
         notes=notes_on(Decided(tree, given, strategy, wrapped, ignored, plan)),
