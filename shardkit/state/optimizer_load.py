@@ -72,8 +72,9 @@ def load_full_optimizer_state_dict(
         given = _checked(state_dict) if ranks.is_root else {"state": {}}
         state: dict[str, Any] = with_leaves(given["state"], lambda _, t: values_of(t) if is_quantized(t) else t)
         described = {**given, "state": with_leaves(state, lambda _, full: Spec(full.dtype, full.shape))}
-        packed = pickle.dumps(described)
-    described = pickle.loads(share(packed, ranks))
+        packed = pickle.dumps(described) if ranks.is_root else b""
+        poll.own = len(packed)
+    described = pickle.loads(share(packed, poll.any, ranks))
     with together(groups):
         _check(optimizers, names, described)
         params, present = {name: param for param, name in names.items()}, _present(model, optimizers)
