@@ -20,7 +20,7 @@ import torch
 from benchmarks.models import SHAPES, Llama, Shape, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
 from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import Measured, base_plan, estimates, with_checkpoints
+from shardkit.memory.estimate import Step, base_plan, estimates, with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes, unit_bytes
 from shardkit.memory.trace import AFTER_FORWARD, FORWARD, START, Trace, trace
 from shardkit.plan.types import nbytes
@@ -56,12 +56,12 @@ def strategy(plan: ShardingPlan) -> str:
     return name + (", offload" if any(unit.offloads for unit in plan.units) else "")
 
 
-class Stretched(Measured):
+class Stretched(Step):
     """The traces of a Llama, made from those of one with ``TRACED`` blocks."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        super().__init__(*planned(shape), None, None)
+        super().__init__(*planned(shape), batch=tokens(*TOKENS))
 
     def measure(self, policies: tuple[bool | str, ...]) -> Trace:
         """The trace in which the blocks are checkpointed by these policies."""
@@ -97,7 +97,7 @@ def stretched(shape: Shape, policies: Mapping[str, bool | str]) -> Trace:
     return replace(short, intervals=tuple(intervals), grad_bytes=grads)
 
 
-def answers(size: str, measured: Measured) -> Iterator[list[str]]:
+def answers(size: str, measured: Step) -> Iterator[list[str]]:
     """What to use on each number of ranks."""
     for ranks in RANKS:
         search = Search(measured, ADAMW, parse_bytes(BUDGET), ranks_per_node=NODE)
@@ -107,11 +107,11 @@ def answers(size: str, measured: Measured) -> Iterator[list[str]]:
         yield [size, str(ranks), strategy(best.plan), best.name, nbytes(best.peak.total), nbytes(host)]
 
 
-def peaks(size: str, measured: Measured) -> Iterator[list[str]]:
+def peaks(size: str, measured: Step) -> Iterator[list[str]]:
     """The peak of each strategy on each number of ranks, in bold where it fits."""
     for ranks in RANKS:
         plan = replace(measured.plan, mesh=MeshSpec.sharded(ranks))
-        found = {row.name: row.peak.total for row in estimates(plan, ADAMW, NODE, measured.buffers, measured)}
+        found = {row.name: row.peak.total for row in estimates(measured, plan, ADAMW, NODE)}
         cells = [_peak(found[name]) if name in found else "-" for name in STRATEGIES]
         yield [size, str(ranks), *cells]
 

@@ -307,12 +307,12 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
     ``EACH_ALONE`` every rank has the full tensors, and nothing is sent.
     """
     group, moves = ranks.connect(), list(moves)
-    for batch, device, bucket in buckets(((move, move.target, move.dtype) for move in moves), group):
+    for like, full, _ in moves if group is None else ():
+        _write(like, full)
+    sent_moves = moves if group is not None else []
+    for batch, device, bucket in buckets(((move, move.target, move.dtype) for move in sent_moves), group):
         replicated = []
         for like, full, dtype in bucket:
-            if group is None:
-                _write(like, full)
-                continue
             sent = min(like.dtype, dtype, key=_by_size)
             if isinstance(like, DTensor) and in_boxes(like) and like.device_mesh.size() == len(ranks.ranks):
                 _scatter_boxes(like, full, sent, batch, ranks.root)
@@ -365,11 +365,9 @@ def _write(target: Tensor, full: Tensor | None) -> None:
     copy_into(local_value(target), local_part(full, target) if isinstance(target, DTensor) else full)
 
 
-def share(data: bytes, ranks: ModelGroup) -> bytes:
-    """Return the root's bytes, at least one, on all ranks. Collective."""
-    size = torch.tensor([len(data)])
-    scatter([Move(size, size if ranks.is_root else None, size.dtype)], ranks)
-    buffer = bytearray(data if ranks.is_root else int(size))
+def share(data: bytes, size: int, ranks: ModelGroup) -> bytes:
+    """Return the root's bytes, at least one, on all ranks, which know their number. Collective."""
+    buffer = bytearray(data if ranks.is_root else size)
     content = torch.frombuffer(buffer, dtype=torch.uint8)
     scatter([Move(content, content if ranks.is_root else None, content.dtype)], ranks)
     return bytes(buffer)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardkit._torch import is_wrapper, with_local
+from shardkit._torch import is_wrapper, local_tensor, with_local
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # (start, length) in elements for each dim of the full tensor
 
@@ -65,8 +65,7 @@ def local_value(tensor: Tensor) -> Tensor:
     A subclass that wraps one tensor of its own shape and dtype, such as float8 training weights, is unwrapped; others,
     such as quantized ones, are returned as they are, with ``data_ptr()`` 0.
     """
-    with torch.no_grad():
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     while is_wrapper(local):
         inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
         if len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (local.shape, local.dtype):

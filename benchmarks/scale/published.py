@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, Pretraine
 from benchmarks.scale.flops import Step, step_of
 from benchmarks.scale.speed import HARDWARE, Hardware, step_time
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
-from shardkit.memory.estimate import blocks, with_checkpoints
+from shardkit.memory.estimate import with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes
 from shardkit.planning.dims import on_mesh
 
@@ -73,7 +73,7 @@ def plan_of(model: nn.Module, *, checkpointed: float | str, resharded: bool = Tr
     """
     kept = None if resharded else False
     plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=POLICY, reshard_after_forward=kept)
-    found, selective = blocks(plan), isinstance(checkpointed, str)
+    found, selective = [unit.name for unit in plan.units if unit.blocks], isinstance(checkpointed, str)
     chosen = found if isinstance(checkpointed, str) else found[: round(checkpointed * len(found))]
     return with_checkpoints(plan, dict.fromkeys(chosen, "selective" if selective else True))
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks.scale.flops import Step, step_of
-from shardkit.memory.estimate import buffer_bytes, resharded
+from shardkit.memory.estimate import resharded
 from shardkit.memory.timeline import OptimizerBytes, UnitBytes, timeline, unit_bytes
 from shardkit.memory.trace import BACKWARD, FORWARD, Loss
 from shardkit.plan import MeshSpec, ShardingPlan
@@ -263,7 +263,8 @@ def scaling_table(
         optimizer: as for :func:`shardkit.memory.estimate`.
         worlds: the numbers of ranks.
     """
-    step, kept, buffers = step_of(model, plan, batch, loss), OptimizerBytes.of(optimizer), buffer_bytes(model)
+    step, kept = step_of(model, plan, batch, loss), OptimizerBytes.of(optimizer)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     rows = []
     for ranks in worlds:
         for strategy, changed in _scaled_plans(plan, ranks, hardware.ranks_per_node):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_own_dispatch
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.shards import Box, local_box, local_value
+from shardkit.shards import Box, cut, local_box, local_value
 
 Part: TypeAlias = "tuple[Tensor, Box]"  # a rank's part of a tensor, and its box in the full tensor
 
@@ -32,12 +32,6 @@ class Runs(NamedTuple):
 
     starts: Sequence[int]  # of each run in the full tensor, in elements, ascending
     length: int  # of every run, in elements
-
-    def bytes(self, itemsize: int) -> Iterator[tuple[int, int, int]]:
-        """For each run its first byte and its end in the part, and its first byte in the full tensor."""
-        step = self.length * itemsize
-        for number, start in enumerate(self.starts):
-            yield number * step, (number + 1) * step, start * itemsize
 
 
 def runs_of(box: Box, shape: Sequence[int]) -> Runs:
@@ -63,8 +57,8 @@ def blocks(box: Box, limit: int) -> Iterator[Box]:
     dim = next(dim for dim, size in enumerate(sizes) if size > 1)
     step = max(1, limit // math.prod(sizes[dim + 1 :]))
     for first in range(0, sizes[dim], step):
-        cut = (box[dim][0] + first, min(step, sizes[dim] - first))
-        yield from blocks((*box[:dim], cut, *box[dim + 1 :]), limit)
+        part = (box[dim][0] + first, min(step, sizes[dim] - first))
+        yield from blocks((*box[:dim], part, *box[dim + 1 :]), limit)
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -102,9 +96,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 def inside(part: Tensor, box: Box, block: Box) -> Tensor:
     """Return the view of a block in a part that lies at ``box``."""
-    for dim, ((start, _), (first, count)) in enumerate(zip(box, block, strict=True)):
-        part = part.narrow(dim, first - start, count)
-    return part
+    return cut(part, tuple((first - start, count) for (start, _), (first, count) in zip(box, block, strict=True)))
 
 
 def staged(part: Part, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Box]]:
@@ -137,20 +129,15 @@ def part_sum(part: Tensor, box: Box, shape: Sequence[int]) -> int:
     runs, size = runs_of(box, shape), part.element_size()
     is_ragged = runs.length * size % _WORD != 0 or any(start * size % _WORD for start in runs.starts)
     if is_ragged and part.nbytes > _SUMMED:
-        return sum(part_sum(inside(part, box, cut), cut, shape) for cut in blocks(box, _SUMMED // size)) & MASK
+        return sum(part_sum(inside(part, box, each), each, shape) for each in blocks(box, _SUMMED // size)) & MASK
     data = part.detach().resolve_conj().resolve_neg().contiguous().view(-1).unsqueeze(-1).view(torch.uint8)
     if not is_ragged:
-        return word_sum(data.flatten())
+        words = data.flatten()
+        words = words.clone() if words.storage_offset() % _WORD or words.data_ptr() % _WORD else words
+        return int(words.view(torch.int64).sum()) & MASK
     rows = data.view(len(runs.starts), -1)
     lanes = torch.tensor(runs.starts).unsqueeze(1) * size + torch.arange(rows.shape[1])  # the byte of a word, below
     return int((rows.long() << (lanes % _WORD * 8).to(rows.device)).sum()) & MASK
-
-
-def word_sum(data: Tensor) -> int:
-    """Return the checksum of bytes, a flat uint8 tensor of whole words."""
-    if data.storage_offset() % _WORD or data.data_ptr() % _WORD:
-        data = data.clone()
-    return int(data.view(torch.int64).sum()) & MASK
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

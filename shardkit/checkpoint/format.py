@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from shardkit.checkpoint.chunks import Part, opened, raw, read_all, runs_of, staged
 from shardkit.errors import CheckpointError, listing, message
+from shardkit.shards import Box
 from shardkit.state.load import Spec as Spec
 
 # In the reference's order, by alignment: a file starts with the last ones, so that every tensor's offset is a multiple
@@ -151,12 +153,11 @@ def _parse_header(text: bytes, file_bytes: int) -> dict[str, Entry]:
 
 
 def _parse_entry(name: str, info: Any) -> tuple[Spec, tuple[int, int]]:
-    def are_sizes(value: Any) -> bool:
+    def are_sizes(value: Any) -> TypeGuard[list[int]]:
         return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
-    if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
-        raise ValueError(f"{name} has no dtype, shape and data_offsets")
-    dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    found: dict[str, Any] = info if isinstance(info, dict) else {}
+    dtype, shape, offsets = (found.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{name} has the dtype {dtype!r}, and torch has {', '.join(DTYPES)}")
     if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
@@ -183,6 +184,13 @@ class Located:
     entry: Entry
 
 
+def file_runs(values: Tensor, box: Box, entry: Entry) -> Iterator[tuple[memoryview, int]]:
+    """Yield the memory of each contiguous run of a part of a tensor, and where it starts in the file."""
+    (starts, length), size, data = runs_of(box, entry.shape), entry.dtype.itemsize, raw(values)
+    for number, start in enumerate(starts):
+        yield data[number * length * size : (number + 1) * length * size], entry.start + start * size
+
+
 def read_parts(jobs: Iterable[tuple[Located, Part]]) -> None:
     """Fill parts of tensors from files, converted to their dtype: straight, or through a buffer of 16 MiB. Local."""
     by_file: dict[Path, list[tuple[Entry, Part]]] = {}
@@ -192,9 +200,8 @@ def read_parts(jobs: Iterable[tuple[Located, Part]]) -> None:
         with opened(file, os.O_RDONLY) as descriptor:
             for entry, part in job:
                 for view, values, box in staged(part, entry.dtype):
-                    data = raw(values)
-                    for low, high, start in runs_of(box, entry.shape).bytes(entry.dtype.itemsize):
-                        read_all(descriptor, data[low:high], entry.start + start)
+                    for data, start in file_runs(values, box, entry):
+                        read_all(descriptor, data, start)
                     if values is not view:
                         view.copy_(values)
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
 import random
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +28,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardkit._torch.dispatch import accelerator_state, default_generator
 from shardkit.checkpoint.asynchronous import own_rank, ranks_of, sums_on_each
-from shardkit.checkpoint.chunks import MASK, STAGE, covers, opened, part_of, raw, read_all, word_sum
+from shardkit.checkpoint.chunks import MASK, STAGE, blocks, covers, part_of, part_sum
 from shardkit.checkpoint.directory import WAY, FileEntry, Manifest, check_sizes, crc32_of, read_manifest
-from shardkit.checkpoint.format import INDEX, SUFFIX, Located, locate, read_parts, within
-from shardkit.checkpoint.source import Contents, States, Stored, contents_of, decode
+from shardkit.checkpoint.format import INDEX, SUFFIX, Entry, Located, locate, read_parts, within
+from shardkit.checkpoint.source import Contents, Stored, contents_of, decode
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, gather_by_rank, together
 
@@ -203,7 +201,8 @@ class NativeCheckpoint(Safetensors):
         contents.model |= decode(state["model"], tensors)
         contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
         for kind, states in decode(state["random"], tensors).items():
-            found = list(map(_random_state, states))
+            # Hexadecimal, in version 1 tensors of bytes.
+            found = [bytes(s.tolist()) if isinstance(s, Tensor) else bytes.fromhex(s) for s in states]
             contents.random[kind] = found[:1] if len(set(found)) == 1 else found
         contents.random |= {kind: RandomRows(self.located[each.key]) for kind, each in self.stored("random").items()}
         contents.ties = {name: first for name, first in state["ties"].items() if first in contents.model}
@@ -247,25 +246,20 @@ class NativeCheckpoint(Safetensors):
         buffer, sums, begin = torch.empty(STAGE, dtype=torch.uint8), list[int](), 0
         share = -(-sum(at.entry.bytes for at in self.located.values()) // world_size)
         for at in self.located.values():
+            size, total = at.entry.bytes, 0
             cuts = [max(share * number - begin, 0) for number in (rank, rank + 1)]
-            first, stop = (min(-(-cut // 8) * 8, at.entry.bytes) for cut in cuts)  # whole words
-            begin, total = begin + at.entry.bytes, 0
-            with opened(at.file, os.O_RDONLY) if first < stop else nullcontext(-1) as descriptor:
-                for start in range(first, stop, len(buffer)):
-                    count = min(len(buffer), stop - start)
-                    buffer[count : count + -count % 8] = 0
-                    read_all(descriptor, raw(buffer[:count]), at.entry.start + start)
-                    total += word_sum(buffer[: count + -count % 8])
+            first, stop = (min(-(-cut // 8) * 8, size) for cut in cuts)  # whole words
+            flat = Located(at.file, Entry(torch.uint8, torch.Size([size]), at.entry.start))
+            for block in blocks(((first, stop - first),), STAGE):
+                values = buffer[: block[0][1]]
+                read_parts([(flat, (values, block))])
+                total += part_sum(values, block, [size])
+            begin += size
             sums.append(total & MASK)
         return sums
 
 
 # ---- random generators: Python's, torch's on the CPU, and the accelerator's ---------------------------------------
-
-
-def _random_state(saved: str | Tensor) -> bytes:
-    """Return a generator's state: hexadecimal, in version 1 a tensor of bytes."""
-    return bytes(saved.tolist()) if isinstance(saved, Tensor) else bytes.fromhex(saved)
 
 
 RANDOM_BYTES = 8192  # of a row in random.safetensors: the length of a state in 4 bytes, the state, and zeros
@@ -302,7 +296,7 @@ def own_random_states() -> dict[str, bytes]:
     return found if accelerator is None else found | {accelerator.type: own}
 
 
-def resume_random(saved: Mapping[str, States], rank: int, world_size: int) -> None:
+def resume_random(saved: Mapping[str, Any], rank: int, world_size: int) -> None:
     """Set this rank's generators from those of all ranks that saved, or the one that all had. Local.
 
     If all ranks had the same state, every rank gets it. Else, in a world of the same size each rank gets its own; in

@@ -274,39 +274,31 @@ def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> Export:
 
 def _write(place: Path, files: list[File], export: Export, groups: Groups) -> None:
     """Fill all files: each rank with its own parts of tensors, and in turn with what conversions make. Collective."""
-    ranks = ranks_of(groups)
+    ranks, names = ranks_of(groups), list(export.specs(None))
     own = held_parts(export.sources, ranks).get("", {})
-    parts = [(export.renamed[n], part) for n, part in own.items() if n in export.renamed]
-
-    written_names = list(export.specs(None))
-
-    def counts(written: Written) -> list[int]:
-        return [written.get(name, (0, 0))[0] for name in written_names]
-
-    def write_own() -> list[int]:
+    written: Written = {}
+    problem: Exception | None = None  # raised at the end: the other ranks gather on
+    try:
         place.mkdir(parents=True, exist_ok=True)
-        return counts(write_parts(place, files, parts, create=own_rank() == ranks[0]))
-
-    of_parts = sums_on_each(write_own, len(written_names), groups)
-    made: Written = {}
-    problem = None
-    for turn, (group, names) in enumerate(export.groups):
+        parts = [(export.renamed[name], part) for name, part in own.items() if name in export.renamed]
+        written |= write_parts(place, files, parts, create=own_rank() == ranks[0])
+    except Exception as error:
+        problem = error
+    for turn, (group, new) in enumerate(export.groups):
         full = _gathered({name: export.sources[name] for name, _ in group.sources}, turn, ranks)
         try:
-            values = group.convert(next(iter(names)), full.__getitem__).items() if full is not None else ()
-            made |= write_parts(place, files, [(names[n], (value, full_box(value.shape))) for n, value in values])
-        except Exception as error:  # raised below: the other ranks gather on
+            values = group.convert(next(iter(new)), full.__getitem__).items() if full is not None else ()
+            written |= write_parts(place, files, [(new[n], (value, full_box(value.shape))) for n, value in values])
+        except Exception as error:
             problem = problem or error
 
     def finish() -> list[int]:
         if problem is not None:
             raise problem
-        own = made.keys() | {name for name, _ in parts}
-        flush_files(place / file.name for file in files if not file.tensors.keys().isdisjoint(own))
-        return counts(made)
+        flush_files(place / file.name for file in files if not file.tensors.keys().isdisjoint(written))
+        return [written.get(name, (0, 0))[0] for name in names]
 
-    of_groups = sums_on_each(finish, len(written_names), groups)
-    check_counts(files, {name: sum(pair) for name, *pair in zip(written_names, of_parts, of_groups, strict=True)})
+    check_counts(files, dict(zip(names, sums_on_each(finish, len(names), groups), strict=True)))
 
 
 def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dict[str, Tensor] | None:

@@ -37,9 +37,9 @@ from shardkit.checkpoint.source import decode, encode
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, Layout, check_written, described, laid_out, write_own
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, each_equal, together
-from shardkit.shards import as_sharded, local_value
+from shardkit.shards import local_value
 from shardkit.state.model import check_scales, first_names, model_state, trainable_state
-from shardkit.state.optimizer import CLASS, is_quantized, optimizers_of, sharded_optimizer_state_dict
+from shardkit.state.optimizer import CLASS, is_quantized, optimizers_of, sharded_optimizer_state_dict, values_of
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def save_checkpoint(
         if async_:
             content, layouts = _staged(content, layouts, model)
     groups = background_groups(groups) if async_ else groups
-    write = partial(commit_checkpoint, place, content, layouts, groups, ranks=ranks, format=format, token=poll.any)
-    write = partial(write, replaces=replaces, keep=keep)
+    options: Any = {"ranks": ranks, "format": format, "token": poll.any, "replaces": replaces, "keep": keep}
+    write = partial(commit_checkpoint, place, content, layouts, groups, **options)
     if async_:
         return start_pending(write)
     write()
@@ -167,8 +167,9 @@ def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, tra
     encoded, tensors = encode(named, "", sharded=True)
     given = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": extra}
     beside, beside_tensors = encode(given, "")
+    quantized = {name: values_of(each, each.dtype, "cpu") for name, each in tensors.items() if is_quantized(each)}
     # Detached one by one, so that each is written under its own name; in the model, one object is a tie.
-    moments = {n: plain_values(each) if is_quantized(each) else each.detach() for n, each in tensors.items()}
+    moments = {name: each.detach() for name, each in (tensors | quantized).items()}
     refuse_subclasses(state.tensors | moments)
     ties = {name: first for name, first in first_names(state.tensors).items() if name != first}
     return Content(
@@ -176,7 +177,7 @@ def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, tra
         optimizer=moments,
         rest={name: tensor.detach() for name, tensor in (rest | beside_tensors).items()},
         plain={"model": others, "optimizer": encoded, **beside, "ties": ties},
-        quantized=any(map(is_quantized, tensors.values())),
+        quantized=bool(quantized),
         random=own_random_states(),
         trainable_only=trainable_only,
     )
@@ -191,12 +192,6 @@ def layouts_of(content: Content, format: str, ranks: Sequence[int]) -> dict[str,
         on_slices = [(n, t) for n, t in tensors if isinstance(t, DTensor) and t.device_mesh.size() < len(ranks)]
         layouts[""] = Layout(dict(on_slices), [])
     return layouts | {key: laid_out(part, key) for key, part in sections.items() if part or key == "model"}
-
-
-def plain_values(tensor: Tensor) -> Tensor:
-    """Return the values of quantized optimizer state, on the CPU. Local."""
-    values = local_value(tensor).dequantize().to("cpu", tensor.dtype)
-    return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
 
 def _staged(content: Content, layouts: dict[str, Layout], model: nn.Module) -> tuple[Content, dict[str, Layout]]:
@@ -255,7 +250,11 @@ def commit_checkpoint(
                 sums = sums[layout.numbers :]
             alike = {kind: [state.hex()] for kind, state in random.items() if state}
             state = {"random": alike, "quantized": bool(quantized)} | content.plain
-            _write_manifest(path, draft, content, Manifest(format, len(ranks), files, state=state))
+            old = directory.written_files(path)
+            directory.carry_over(path, draft, lambda name: name in old)
+            manifest = Manifest(format, len(ranks), files, trainable_only=content.trainable_only, state=state)
+            (draft / directory.NAME).write_bytes(manifest.to_bytes())
+            flush_files([draft / directory.NAME])
             directory.commit(path, token, replace=replaces, keep=keep)
 
 
@@ -265,15 +264,6 @@ def _rows_of(random: dict[str, bytes], ranks: Sequence[int]) -> Layout:
     box = ((ranks.index(own_rank()), 1), (0, RANDOM_BYTES))
     rows = {kind: (random_row(state), box) for kind, state in random.items()}
     return Layout({}, lay_out(specs, "random", MAX_SHARD_SIZE) if specs else [], rows)
-
-
-def _write_manifest(path: Path, draft: Path, content: Content, found: Manifest) -> None:
-    """Carry over files of others from ``path``, and write what is not a tensor, flushed. Local."""
-    old = directory.written_files(path)
-    directory.carry_over(path, draft, lambda name: name in old)
-    found = replace(found, trainable_only=content.trainable_only)
-    (draft / directory.NAME).write_bytes(found.to_bytes())
-    flush_files([draft / directory.NAME])
 
 
 def _dcp_tree(content: Content) -> dict[str, Any]:

@@ -50,18 +50,11 @@ class Contents:
     optimizer: dict[str, Any] | None = None
     scheduler: Any = None  # its state dict
     extra: Any = None  # as passed by the user
-    # By kind of generator the states of all ranks, or the one that all had.
-    random: dict[str, States] = field(default_factory=dict)
+    # By kind of generator a sequence of the states of all ranks, or of the one that all had.
+    random: dict[str, Any] = field(default_factory=dict)
     trainable_only: bool = False  # whether frozen parameters were left out
     quantized: bool = False  # whether optimizer state was quantized, and is stored as its values
     ties: dict[str, str] = field(default_factory=dict)  # other names of tied tensors, each with the stored one
-
-
-class States(Protocol):
-    """The states of one kind of generator, by rank."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, rank: int, /) -> bytes: ...
 
 
 class Source(Protocol):

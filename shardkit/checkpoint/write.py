@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_own_dispatch
 from shardkit.checkpoint.asynchronous import own_rank
-from shardkit.checkpoint.chunks import MASK, Part, opened, part_of, part_sum, raw, runs_of, staged, write_all
-from shardkit.checkpoint.format import NAMES, Entry, File, Spec, lay_out
+from shardkit.checkpoint.chunks import MASK, Part, opened, part_of, part_sum, staged, write_all
+from shardkit.checkpoint.format import NAMES, Entry, File, Spec, file_runs, lay_out
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import is_first_replica, local_value, misplaced
 
@@ -193,9 +193,8 @@ def write_parts(
                 for view, values, box in staged(part, entry.dtype):
                     if values is not view:
                         values.copy_(view)
-                    data = raw(values)
-                    for low, high, start in runs_of(box, entry.shape).bytes(entry.dtype.itemsize):
-                        write_all(descriptor, data[low:high], entry.start + start)
+                    for data, start in file_runs(values, box, entry):
+                        write_all(descriptor, data, start)
                     count, known = written.get(name, (0, 0))
                     written[name] = count + values.numel(), (known + part_sum(values, box, entry.shape)) & MASK
             if flush:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.estimate import Measured, base_plan, changed, resharded, with_checkpoints
-from shardkit.memory.timeline import OptimizerBytes, Prediction, timeline
+from shardkit.memory.estimate import Step, base_plan, changed, resharded, with_checkpoints
+from shardkit.memory.timeline import OptimizerBytes, Prediction
 from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.check import with_units_inside
@@ -89,8 +89,8 @@ def plan_for_budget(
     if batch is None:
         rule, fix = "Activations depend on it", "Pass one rank's micro-batch as the model takes it"
         raise PlanError(message("batch", "must be given, got None", rule, fix))
-    measured = Measured(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss, micro_batches)
-    return choose(measured, OptimizerBytes.of(optimizer), size, reserved, ranks_per_node)
+    step = Step(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss, micro_batches)
+    return choose(step, OptimizerBytes.of(optimizer), size, reserved, ranks_per_node)
 
 
 def parse_bytes(size: int | str, name: str = "budget", of: int = 0) -> int:
@@ -113,12 +113,10 @@ def _less(budget: int, reserved: int) -> str:
     return f"{nbytes(budget)} less {nbytes(reserved)} reserved" if reserved else nbytes(budget)
 
 
-def choose(
-    measured: Measured, optimizer: OptimizerBytes, budget: int, reserved: int, ranks_per_node: int
-) -> BudgetPlan:
+def choose(step: Step, optimizer: OptimizerBytes, budget: int, reserved: int, ranks_per_node: int) -> BudgetPlan:
     """Return the first candidate that fits, with what is left of the budget spent; raise a PlanError if none does."""
     limit = budget - reserved
-    weighed = Search(measured, optimizer, limit, ranks_per_node).weighed(measured.plan)
+    weighed = Search(step, optimizer, limit, ranks_per_node).weighed(step.plan)
     last = weighed[-1]
     if last.peak.total <= limit:
         return BudgetPlan(last.name, last.plan, last.timeline, tuple(weighed), budget, reserved)
@@ -132,37 +130,31 @@ def choose(
 
 @dataclass(frozen=True)
 class Search:
-    """Weighs plans of the measured units on any mesh; each is one arithmetic pass over traces measured once."""
+    """Weighs plans of the same units on any mesh; each is one arithmetic pass over traces measured once."""
 
-    measured: Measured
+    step: Step
     optimizer: OptimizerBytes
     limit: int
     ranks_per_node: int = 8
 
     def weighed(self, base: ShardingPlan) -> list[Prediction]:
         """Return candidates in the order of what they cost, up to the first that fits and what that leaves to spend."""
-        sharded, found = resharded(base), list[Prediction]()
-        for labels, start in (
-            ((), sharded),
-            (("offloaded to the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy())),
-        ):
-            found += self._from(labels, start)
-            if found[-1].peak.total <= self.limit:
-                break
+        sharded = resharded(base)
+        found = [*self._from((), sharded)]
+        if found[-1].peak.total > self.limit:
+            found += self._from(("offloaded to the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy()))
         return found
 
     def weigh(self, labels: tuple[str, ...], plan: ShardingPlan) -> Prediction:
         """Return a candidate with its timeline."""
-        measured = self.measured
-        points = timeline(plan, measured.trace_of(plan), self.optimizer, measured.buffers, measured.micro_batches)
-        return Prediction(", ".join(labels) or "everything sharded", plan, points)
+        return Prediction(", ".join(labels) or "everything sharded", plan, self.step.timeline(plan, self.optimizer))
 
     def _fits(self, plan: ShardingPlan) -> bool:
         return self.weigh((), plan).peak.total <= self.limit
 
     def _from(self, labels: tuple[str, ...], plan: ShardingPlan) -> Iterator[Prediction]:
         """Weigh a plan, else with the fewest blocks checkpointed that are enough, or all; spend what is left."""
-        found, blocks, given = self.weigh(labels, plan), self.measured.blocks, labels
+        found, blocks, given = self.weigh(labels, plan), self.step.blocks, labels
         yield found
         for policy, how in (("selective", "selectively"), (True, "in full")) if blocks else ():
             if found.peak.total <= self.limit:
@@ -177,7 +169,7 @@ class Search:
             yield from self._spend(labels, found.plan)
 
     def _checkpointed(self, plan: ShardingPlan, policy: bool | str, number: int) -> ShardingPlan:
-        return with_checkpoints(plan, dict.fromkeys(self.measured.blocks[:number], policy))
+        return with_checkpoints(plan, dict.fromkeys(self.step.blocks[:number], policy))
 
     def _exceeds(self, plan: ShardingPlan, policy: bool | str, number: int) -> bool:
         return not self._fits(self._checkpointed(plan, policy, number))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
+from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, Prediction, timeline, unit_bytes
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.text import aligned
@@ -95,16 +95,13 @@ def estimate(
     Raises:
         PlanError: the arguments contradict each other, or the model does not run on fake tensors.
     """
-    state = OptimizerBytes.of(optimizer)
-    if isinstance(model, ShardingPlan):
-        if batch is not None:
-            fix = "Pass the model, with plan=... for its plan"
-            raise PlanError(message("batch", "is given with a plan", "Activations are measured on the model", fix))
-        base = base_plan(None, plan or model, world_size, mesh, mp_policy)
-        return estimates(base, state, ranks_per_node, 0, None, micro_batches, keep_unsharded)
-    base = base_plan(model, plan, world_size, mesh, mp_policy)
-    measured = None if batch is None else Measured(model, base, batch, loss)
-    return estimates(base, state, ranks_per_node, buffer_bytes(model), measured, micro_batches, keep_unsharded)
+    module, given = (None, plan or model) if isinstance(model, ShardingPlan) else (model, plan)
+    if module is None and batch is not None:
+        fix = "Pass the model, with plan=... for its plan"
+        raise PlanError(message("batch", "is given with a plan", "Activations are measured on the model", fix))
+    base = base_plan(module, given, world_size, mesh, mp_policy)
+    step = Step(module, base, batch, loss, micro_batches, keep_unsharded)
+    return estimates(step, base, OptimizerBytes.of(optimizer), ranks_per_node)
 
 
 def base_plan(
@@ -125,64 +122,60 @@ def base_plan(
     return build_plan(ModelTree(model), found, Request(settings=Settings(mp_policy=mp_policy)))
 
 
-def buffer_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's buffers, which every rank holds whole."""
-    return sum(buffer.nbytes for buffer in model.buffers())
+class Step:
+    """One rank's training step under any plan of the same units and tiles.
 
-
-class Measured:
-    """The traces of one micro-batch that serve every plan of the same units and tiles, whatever is checkpointed.
-
-    Units that ``plan`` checkpoints stay so; ``blocks`` are the others that checkpointing applies to.
+    Activations are measured if there is a batch. Units that ``plan`` checkpoints stay so; ``blocks`` are the
+    others that checkpointing applies to.
     """
 
     def __init__(
-        self, model: nn.Module, plan: ShardingPlan, batch: Any, loss: Loss | None, micro_batches: int = 1
+        self,
+        model: nn.Module | None,
+        plan: ShardingPlan,
+        batch: Any,
+        loss: Loss | None = None,
+        micro_batches: int = 1,
+        keep_unsharded: bool | str | None = None,
     ) -> None:
-        self.plan, self.micro_batches = plan, micro_batches
+        self.plan, self.micro_batches, self.is_measured = plan, micro_batches, batch is not None
         self.blocks = [unit.name for unit in plan.units if unit.blocks and not unit.checkpoint_activations]
-        self.buffers = buffer_bytes(model)
-        self._step = model, batch, loss
-        self._trace = cache(self.measure)
+        self._model, self._batch, self._loss, self._keep_unsharded = model, batch, loss, keep_unsharded
+        self._buffers = sum(buffer.nbytes for buffer in model.buffers()) if model is not None else 0
+        self._measure = cache(self.measure)
 
-    def trace_of(self, plan: ShardingPlan) -> Trace:
-        """Return the trace of a plan; measures once for each policy of checkpointing, where units mix."""
+    def timeline(self, plan: ShardingPlan, optimizer: OptimizerBytes) -> tuple[Point, ...]:
+        """Return what is alive in each stretch of the step under a plan."""
+        step = self._trace_of(plan) if self.is_measured else without_activations(plan)
+        return timeline(plan, step, optimizer, self._buffers, self.micro_batches, self._keep_unsharded)
+
+    def _trace_of(self, plan: ShardingPlan) -> Trace:
+        """Measure once for each policy of checkpointing, where units mix."""
         chosen = {unit.name: unit.checkpoint_activations for unit in plan.units}
         policies = tuple(chosen[name] for name in self.blocks)
         if len(set(policies)) < 2:
-            return self._trace(policies)
-        uniform = {policy: self._trace((policy,) * len(policies)) for policy in sorted(set(policies), key=str)}
-        return mixed(uniform, chosen) or self._trace(policies)
+            return self._measure(policies)
+        uniform = {policy: self._measure((policy,) * len(policies)) for policy in sorted(set(policies), key=str)}
+        return mixed(uniform, chosen) or self._measure(policies)
 
     def measure(self, policies: tuple[bool | str, ...]) -> Trace:
         """Return the trace in which the blocks are checkpointed by these policies."""
-        model, batch, loss = self._step
-        return trace(
-            model, with_checkpoints(self.plan, dict(zip(self.blocks, policies, strict=True))), batch, loss=loss
-        )
+        assert self._model is not None
+        plan = with_checkpoints(self.plan, dict(zip(self.blocks, policies, strict=True)))
+        return trace(self._model, plan, self._batch, loss=self._loss)
 
 
-def estimates(
-    base: ShardingPlan,
-    optimizer: OptimizerBytes,
-    ranks_per_node: int,
-    buffers: int,
-    measured: Measured | None,
-    micro_batches: int = 1,
-    keep_unsharded: bool | str | None = None,
-) -> MemoryEstimate:
-    """Return the estimates of all strategies, with activations where they are measured."""
+def estimates(step: Step, base: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: int) -> MemoryEstimate:
+    """Return the estimates of all strategies for the units of ``base``."""
     rows = []
     for name, plan in _strategies(base, ranks_per_node).items():
-        if micro_batches > 1 and "in backward" in name:
-            continue  # accumulate refuses it
-        step = measured.trace_of(plan) if measured else without_activations(plan)
         state = replace(optimizer, in_backward="optimizer in backward" in name)
+        if step.micro_batches > 1 and state.in_backward:
+            continue  # accumulate refuses it
         sizes = [unit_bytes(plan, unit, optimizer) for unit in plan.units if unit.offloads]
         host = sum(size.shard + size.grads + size.optimizer for size in sizes)
-        points = timeline(plan, step, state, buffers, micro_batches, keep_unsharded)
-        rows.append(StrategyEstimate(name, plan, points, host))
-    return MemoryEstimate(tuple(rows), base, measured is not None)
+        rows.append(StrategyEstimate(name, plan, step.timeline(plan, state), host))
+    return MemoryEstimate(tuple(rows), base, step.is_measured)
 
 
 def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPlan]:
@@ -196,7 +189,7 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
         raise PlanError(message("ranks_per_node", problem, "", "Pass how many ranks share a node, such as 8"))
     has_experts = any(unit.mesh for unit in plan.units)  # split by the model, so every strategy keeps the mesh
     sharded = plan if has_experts else on_mesh(plan, MeshSpec.sharded(ranks))
-    every_block = with_checkpoints(sharded, dict.fromkeys(blocks(plan), True))
+    every_block = with_checkpoints(sharded, {unit.name: True for unit in plan.units if unit.blocks})
     divides = not has_experts and node < ranks and ranks % node == 0
     found = {} if has_experts else {"replicated (DDP)": on_mesh(plan, MeshSpec.hybrid(ranks, 1))}
     found["kept gathered (ZeRO-2)"] = changed(sharded, reshard_after_forward=False)
@@ -212,11 +205,6 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
     found["ZeRO-3, offloaded to the CPU"] = changed(sharded, offload_policy=CPUOffloadPolicy())
     found["ZeRO-3, checkpointed and offloaded"] = changed(every_block, offload_policy=CPUOffloadPolicy())
     return found
-
-
-def blocks(plan: ShardingPlan) -> list[str]:
-    """Return the names of the units that checkpointing applies to."""
-    return [unit.name for unit in plan.units if unit.blocks]
 
 
 def changed(plan: ShardingPlan, names: Collection[str] | None = None, **settings: Any) -> ShardingPlan:

@@ -17,7 +17,7 @@ from shardkit._torch import local_tensor, named_sharded_parameters
 from shardkit._torch.dispatch import tree_leaves
 from shardkit.errors import PlanError, message
 from shardkit.memory.budget import choose, parse_bytes
-from shardkit.memory.estimate import Measured, base_plan, buffer_bytes, estimates
+from shardkit.memory.estimate import Step, base_plan, estimates
 from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes, Point, Prediction
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
@@ -148,17 +148,17 @@ def run(options: argparse.Namespace) -> int:
     model = named_model(options.model)
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32)
     plan, optimizer = base_plan(model, None, options.world, None, policy), OptimizerBytes.of(options.optimizer)
-    measured = None  # shared, since tracing takes longest
+    batch: Any = None
     if options.batch is not None:
         ids = torch.empty(options.batch, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids} if hasattr(model, "config") else ids  # a model of transformers
-        measured = Measured(model, plan, batch, None)
-    rows = estimates(plan, optimizer, options.ranks_per_node, buffer_bytes(model), measured)
+    step = Step(model, plan, batch)  # shared, since tracing takes longest
+    rows = estimates(step, plan, optimizer, options.ranks_per_node)
     shown: Prediction = rows["ZeRO-3"]
-    if options.budget and measured:
+    if options.budget:
         budget = parse_bytes(options.budget)
         reserved = parse_bytes(options.reserve, "reserve", of=budget)
-        shown = choose(measured, optimizer, budget, reserved, options.ranks_per_node)
+        shown = choose(step, optimizer, budget, reserved, options.ranks_per_node)
         print(shown, end="\n\n")
     print(shown.plan, rows, sep="\n\n")
     if options.budget:

@@ -71,24 +71,40 @@ def load_full_state_dict(
         given = _checked(state_dict) if ranks.is_root else {}
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and not is_extra(name)}
         offered: dict[str, Any] = {**given, **{n: Spec(value.dtype, value.shape) for n, value in tensors.items()}}
-        packed = pickle.dumps(offered)
-    offered = pickle.loads(share(packed, ranks))
-    with together(groups):
-        plan = plan_load({name: state.tensors.get(name) for name in state.order}, offered, request)
-        sources = {name: source for name, source in plan.copies.items() if name in state.tensors}
-        dtypes = {name: offered[s].dtype if assign else state.tensors[name].dtype for name, s in sources.items()}
-        if given:
-            check_ties(plan, lambda name, a, b: _are_equal(given[a], given[b], dtypes[name]), request)
-        room = Room(model, state.tensors, dtypes)
-        room.compute()
-    moves = [Move(room.of(state.tensors[n]), given.get(s), offered[s].dtype) for n, s in sources.items()]
+        if src == "all":
+            plan, room, moves = _planned(model, state, given, offered, request, assign)
+        packed = pickle.dumps(offered) if src == "rank0" and ranks.is_root else b""
+        poll.own = len(packed)
+    if src == "rank0":
+        offered = pickle.loads(share(packed, poll.any, ranks))
+        with together(groups):
+            plan, room, moves = _planned(model, state, given, offered, request, assign)
     scatter(moves, ranks)
     room.install()
-    modules: dict[str, Any] = {clean_name(name): each for name, each in model.named_modules(remove_duplicate=False)}
-    for name, source in plan.copies.items():
-        if name in state.others:
+    if extra := [(name, source) for name, source in plan.copies.items() if name in state.others]:
+        modules: dict[str, Any] = {clean_name(name): each for name, each in model.named_modules(remove_duplicate=False)}
+        for name, source in extra:
             modules[name.rpartition(".")[0]].set_extra_state(offered[source])
     return plan.keys
+
+
+def _planned(
+    model: nn.Module,
+    state: ModelState,
+    given: Mapping[str, Any],
+    offered: Mapping[str, Any],
+    request: Request,
+    assign: bool,
+) -> tuple[LoadPlan, Room, list[Move]]:
+    """Return what fits of the dict, the memory to write to, and what is written, given this rank's tensors. Local."""
+    plan = plan_load({name: state.tensors.get(name) for name in state.order}, offered, request)
+    sources = {name: source for name, source in plan.copies.items() if name in state.tensors}
+    dtypes = {name: offered[s].dtype if assign else state.tensors[name].dtype for name, s in sources.items()}
+    if given:
+        check_ties(plan, lambda name, a, b: _are_equal(given[a], given[b], dtypes[name]), request)
+    room = Room(model, state.tensors, dtypes)
+    room.compute()
+    return plan, room, [Move(room.of(state.tensors[n]), given.get(s), offered[s].dtype) for n, s in sources.items()]
 
 
 def load_groups(model: nn.Module, src: Source) -> Groups:
@@ -265,7 +281,9 @@ def rename(name: str, key_map: KeyMap | None) -> str | None:
 def live_state(model: nn.Module) -> ModelState:
     """Return :func:`model_state`; raise if a hook replaced tensors, which cannot be written to. Local."""
     state = writable(model_state(model))
-    live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    live = {
+        id(each) for module in model.modules() for each in (*module._parameters.values(), *module._buffers.values())
+    }
     made = [name for name, tensor in state.tensors.items() if id(tensor) not in live]
     made += [name for name in state.others if not is_extra(name)]
     if made:
@@ -295,16 +313,18 @@ class Room:
         given = {id(tensors[name]): dtype for name, dtype in dtypes.items()}
         new = {id(t) for n, dtype in dtypes.items() if is_on_meta(t := tensors[n]) or t.dtype != dtype}
         self._model = model
-        self._others = Replay(model, [t for t in find_targets(model) if id(t.tensor) not in given], draw_all=False)
+        others = [target for target in find_targets(model) if id(target.tensor) not in given]
+        self._others = Replay(model, others, draw_all=False) if others else None
         self._targets = find_targets(model, lambda tensor: id(tensor) in new) if new else []
         self._targets = [target for target in self._targets if id(target.tensor) in new]
         check_unbound(self._targets)
-        device_of = target_device(model)
+        device_of = target_device(model) if new else None
         for target in self._targets:
-            home = device_of(target.tensor) if is_on_meta(target.tensor) else target.tensor.device
+            home = device_of(target.tensor) if device_of and is_on_meta(target.tensor) else target.tensor.device
             target.value = unwritten(target.tensor, given[id(target.tensor)], home)
         self._new = {id(target.tensor): target.value for target in self._targets}
-        self.digest = self._others.digest  # of the construction's values, which must be equal on all ranks
+        # Of the construction's values, which must be equal on all ranks.
+        self.digest = self._others.digest if self._others is not None else {}
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the tensor to write to for one of the model's."""
@@ -313,11 +333,12 @@ class Room:
 
     def compute(self) -> None:
         """Compute the values that the load does not write. Local; the model is unchanged."""
-        self._others.compute()
+        if self._others is not None:
+            self._others.compute()
 
     def install(self) -> None:
         """Put new memory under the model's tensor objects. Local."""
-        if targets := [*self._targets, *self._others.targets]:
+        if targets := [*self._targets, *(self._others.targets if self._others is not None else ())]:
             install(self._model, targets)
             forget(self._model)
 

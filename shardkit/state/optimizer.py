@@ -114,10 +114,10 @@ def is_quantized(value: object) -> bool:
 
 
 @torch.no_grad()
-def values_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's values as float32 in new memory, or a DTensor of them. Local."""
+def values_of(tensor: Tensor, dtype: torch.dtype = torch.float32, device: str | None = None) -> Tensor:
+    """Return a tensor's values, where they are or on another device, or a DTensor of them. Local."""
     local = local_value(tensor)
-    values = (local.dequantize() if is_quantized(local) else local).float()
+    values = (local.dequantize() if is_quantized(local) else local).to(device=device, dtype=dtype)
     return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
 

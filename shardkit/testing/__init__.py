@@ -11,13 +11,3 @@ from shardkit.testing.counts import fake_world as fake_world
 from shardkit.testing.pool import RankFailure as RankFailure
 from shardkit.testing.pool import RankPool as RankPool
 from shardkit.testing.pool import distributed as distributed
-
-__all__ = [
-    "CommCounts",
-    "RankFailure",
-    "RankPool",
-    "assert_same_on_all_ranks",
-    "comm_counts",
-    "distributed",
-    "fake_world",
-]

@@ -39,8 +39,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         rank: of this process.
 
     Raises:
-        ShardkitError: a process group exists already.
-        RuntimeError: ``rank`` is not in the world (torch's).
+        ValueError, RuntimeError: a process group exists already, or ``rank`` is not in the world (torch's).
 
     Examples:
         >>> from torch.distributed.fsdp import fully_shard
@@ -49,10 +48,6 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         >>> model.weight.placements, model.weight.to_local().shape
         ((Shard(dim=0),), torch.Size([1, 16]))
     """
-    if dist.is_initialized():
-        problem = f"found a process group of {dist.get_world_size()} ranks ({dist.get_backend()})"
-        fix = "Leave the other fake_world or call destroy_process_group"
-        raise ShardkitError(message("fake_world", problem, "A process can have one at a time", fix))
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
@@ -135,39 +130,33 @@ def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGro
 
     Raises:
         AssertionError: on every rank, naming the ranks that differ from the group's first.
-        ShardkitError: ``value`` is neither a plain tensor nor bytes, or there is no process group.
+        ShardkitError: ``value`` is neither a plain tensor nor bytes.
 
     Examples:
         assert_same_on_all_ranks(torch.nn.utils.get_total_norm(gradients).full_tensor())
     """
-    if not dist.is_initialized():
-        fix = "Call it inside @distributed, RankPool.run or a torchrun script"
-        raise ShardkitError(message("assert_same_on_all_ranks", "found no process group", "", fix))
     if isinstance(value, DTensor) or not isinstance(value, (torch.Tensor, bytes)):
         problem = f"must be a plain tensor or bytes, got {type(value).__name__}"
         fix = "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)"
         raise ShardkitError(message("value", problem, "", fix))
-    given = torch.tensor(list(value), dtype=torch.uint8) if isinstance(value, bytes) else value.detach()
-    kinds = [""] * dist.get_world_size(group)
-    dist.all_gather_object(kinds, f"{type(value).__name__} of {given.dtype} and shape {tuple(given.shape)}", group)
-    if len(set(kinds)) == 1:
-        # NCCL moves tensors on its GPU only; gloo is faster on the CPU.
-        flat = given.contiguous().to("cuda" if dist.get_backend() == "nccl" else "cpu").flatten().view(torch.uint8)
-        rows = [torch.empty_like(flat) for _ in kinds]
-        dist.all_gather(rows, flat, group=group)
-        kinds = [_unlike(rows[0].view(given.dtype), row.view(given.dtype)) for row in rows]
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    different = [f"on rank {rank}: {kind}" for rank, kind in zip(ranks, kinds, strict=True) if kind != kinds[0]]
+    bits = torch.tensor(list(value), dtype=torch.uint8) if isinstance(value, bytes) else value.detach().cpu().clone()
+    found: list[Any] = [None] * dist.get_world_size(group)
+    own = f"{type(value).__name__} of {bits.dtype} and shape {tuple(bits.shape)}", bits
+    dist.all_gather_object(found, own, group)
+    ranks, (kind, first) = dist.get_process_group_ranks(group or dist.group.WORLD), found[0]
+    unlike = [_unlike(first, each) if of == kind else of for of, each in found]
+    different = [f"on rank {rank}: {how}" for rank, how in zip(ranks, unlike, strict=True) if how]
     if different:
-        rule = f"All ranks must hold what rank {ranks[0]} holds{f', a {kinds[0]}' if kinds[0] else ''}"
+        rule = f"All ranks must hold what rank {ranks[0]} holds, a {kind}"
         raise AssertionError(message("assert_same_on_all_ranks found a difference", listing(different), rule, ""))
 
 
-def _unlike(first: torch.Tensor, row: torch.Tensor) -> str:
-    """Return how one rank's elements differ from the first rank's, bit for bit; empty if they do not."""
-    bits = [each.view(torch.uint8).view(-1, each.dtype.itemsize) for each in (first, row)]
-    where = (bits[0] != bits[1]).any(dim=1).nonzero().flatten().tolist()
+def _unlike(first: torch.Tensor, other: torch.Tensor) -> str:
+    """Return how a tensor differs from the first rank's of its dtype and shape, bit for bit; empty if it does not."""
+    one, two = (each.flatten() for each in (first, other))
+    raw = [each.view(torch.uint8).view(-1, each.dtype.itemsize) for each in (one, two)]
+    where = (raw[0] != raw[1]).any(dim=1).nonzero().flatten().tolist()
     if not where:
         return ""
-    mine, theirs = row[where[0]].item(), first[where[0]].item()
-    return f"{len(where)} of {len(row)} elements differ, the first at {where[0]}: {mine} against {theirs}"
+    values = f"{two[where[0]].item()} against {one[where[0]].item()}"
+    return f"{len(where)} of {len(one)} elements differ, the first at {where[0]}: {values}"

@@ -18,7 +18,7 @@ import unittest
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import parent_process
 from pathlib import Path
 from types import ModuleType
@@ -120,8 +120,8 @@ def _settle(seat: Seat) -> None:
     # Line by line, so that the output of a rank that dies is kept.
     sys.stdout, sys.stderr = (open(to, "w", 1, "utf-8", "replace", closefd=False) for to in (1, 2))  # noqa: SIM115
     stack = open(seat.stack, "w")  # noqa: SIM115  # never closed: faulthandler keeps writing to it
-    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-    faulthandler.enable(file=stack)
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)  # of the main thread, which gets signals
+    faulthandler.enable(file=stack, all_threads=False)
     threading.Thread(target=_exit_with_parent, args=(seat.directory,), daemon=True).start()
     # As under torchrun, and not the fork server that started this process: a lock for it, such as tqdm's, which
     # torch.compile takes, would outlive a rank that is killed ("leaked semaphore objects").
@@ -133,7 +133,7 @@ def _exit_with_parent(directory: str) -> None:
     """Wait for the parent to end, then end too, even inside of a collective that never finishes."""
     parent = parent_process()
     assert parent is not None
-    wait([parent.sentinel])
+    parent.join()
     shutil.rmtree(directory, ignore_errors=True)  # the parent removes it unless it was killed
     os._exit(1)
 
@@ -184,9 +184,7 @@ def _raised(error: BaseException) -> Failure:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text, name = "".join(traceback.format_exception(type(error), error, frames)), type(error).__name__
-    # By name, because ranks may lack pytest, which sets its Skipped's module to "builtins", but not its base's.
-    of_pytest = any(base.__module__ == "_pytest.outcomes" for base in type(error).__mro__)
-    skips = (of_pytest and name == "Skipped") or isinstance(error, unittest.SkipTest)
+    skips = name == "Skipped" or isinstance(error, unittest.SkipTest)  # by name: ranks may lack pytest
     return Failure("raised", f"raised {name}", text, str(error) if skips else None)
 
 
@@ -245,11 +243,8 @@ def _assertion_hook() -> Any:
 
 
 def call_stack(seat: Seat) -> str:
-    """Return the call's frames in faulthandler's dump of all threads, most recent last, without the worker's."""
+    """Return the call's frames in faulthandler's dump, most recent last, without the worker's."""
     dump = seat.stack.read_text()
-    for thread in dump.split("\n\n"):
-        frames = [line for line in thread.splitlines() if line.startswith("  File")]
-        ours = [number for number, frame in enumerate(frames) if __file__ in frame]
-        if ours and f"in {_exit_with_parent.__name__}" not in thread:
-            return "\n".join(["Stack (most recent call last):", *reversed(frames[: ours[0]])])
-    return dump
+    frames = [line for line in dump.splitlines() if line.startswith("  File")]
+    ours = [number for number, frame in enumerate(frames) if __file__ in frame]
+    return "\n".join(["Stack (most recent call last):", *reversed(frames[: ours[0]])]) if ours else dump

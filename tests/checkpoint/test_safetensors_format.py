@@ -109,7 +109,7 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
         (with_header(b'{"\xff":1}'), "utf-8"),
         (with_header(b"[1]"), "not a JSON object"),
         (with_header(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
-        (with_header(b'{"a":NaN}'), "has no dtype"),
+        (with_header(b'{"a":NaN}'), "has the dtype None"),
         (
             with_header(b'{"a":' + ROW_A + b',"b":' + ROW_A + b"}", b"12"),
             "each tensor starts where the previous one ends",

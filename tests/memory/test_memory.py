@@ -25,7 +25,6 @@ from shardkit import (
     plan_model,
 )
 from shardkit.memory import estimate, plan_for_budget
-from shardkit.memory.estimate import buffer_bytes
 from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
 from shardkit.sequence import tiled_loss
@@ -50,7 +49,7 @@ def mean(output: Any) -> torch.Tensor:
 
 def predicted_peak(model: nn.Module, plan: ShardingPlan, batch: Any) -> int:
     step = trace(model, plan, batch, loss=mean)
-    points = timeline(plan, step, OptimizerBytes.of("none"), buffer_bytes(model))
+    points = timeline(plan, step, OptimizerBytes.of("none"), sum(each.nbytes for each in model.buffers()))
     return max(point.total for point in points) - step.batch_bytes
 
 

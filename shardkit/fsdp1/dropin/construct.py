@@ -68,10 +68,6 @@ def _put_in_place(module: nn.Module, given: Arguments, translation: Translation,
 
 def _check(module: nn.Module, given: Arguments, wrapped: list[str]) -> None:
     """Raise TranslationError for what FSDP1 refused too."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        rule = "It has no forward, so nothing would gather its parameters; FSDP1 did not gather them either"
-        fix = "Wrap each of its modules, or the module that contains it"
-        raise TranslationError(message("module", f"is a {type(module).__name__}", rule, fix))
     if given.auto_wrap_policy is not None and (is_wrapper(module) or wrapped):
         found = "(root)" if is_wrapper(module) else wrapped[0]
         problem = f"is given, and FSDP wraps {found} already"

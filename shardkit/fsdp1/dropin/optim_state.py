@@ -21,15 +21,15 @@ from torch.optim import Optimizer
 
 from shardkit._fsdp.fsdp1 import is_sharded_tensor
 from shardkit._torch.dispatch import tree_map
-from shardkit.errors import TranslationError, listing, message
+from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin import optimizers
 from shardkit.fsdp1.dropin.record import Unavailable, record_of, wrappers_of
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
 from shardkit.ranks import groups_of, together
 from shardkit.shards import device_of, replicated
-from shardkit.state.model import clean_name, parameter_names
-from shardkit.state.optimizer import full_optimizer_state_dict, group_names, sharded_optimizer_state_dict
-from shardkit.state.optimizer_load import install, load_full_optimizer_state_dict
+from shardkit.state.model import parameter_names
+from shardkit.state.optimizer import full_optimizer_state_dict, sharded_optimizer_state_dict
+from shardkit.state.optimizer_load import by_name, check_names, install, load_full_optimizer_state_dict
 
 _FSDP = "FullyShardedDataParallel"
 
@@ -221,27 +221,12 @@ def _to_load(
         return stand_in.packed  # type: ignore[return-value]
     names = parameter_names(model)
     params = {fqn: param for param, fqn in names.items()}
-    own = {fqn for group in group_names(stand_in, names) for fqn in group}
-    if (
-        not given
-        or not {"state", "param_groups"} <= given.keys()
-        or not all(isinstance(k, str) for k in given["state"])
-    ):
-        rule = "State is by name: numbers depend on the order in which an optimizer was given its parameters"
-        fix = "Pass the result of FSDP.optim_state_dict(model, optim)"
-        raise TranslationError(message("optim_state_dict", "is not an optimizer's state by name", rule, fix))
-    groups = [{**group, "params": [*map(clean_name, group["params"])]} for group in given["param_groups"]]
-    if differ := own.symmetric_difference(fqn for group in groups for fqn in group["params"]):
-        rule = "The dict and the optimizer must have the same parameters"
-        fix = "Build the optimizer from the same parameters"
-        raise TranslationError(message("optim_state_dict", f"does not fit: {listing(sorted(differ))}", rule, fix))
-    entries = {clean_name(key): entry for key, entry in given["state"].items()}
+    found = by_name(given or {})
+    check_names([stand_in], names, found)
     state = {
-        fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()}
-        for fqn, entry in entries.items()
-        if fqn in own
+        fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()} for fqn, entry in found["state"].items()
     }
-    install([stand_in], names, {"state": state, "param_groups": copy.deepcopy(groups)})
+    install([stand_in], names, {"state": state, "param_groups": copy.deepcopy(found["param_groups"])})
     return stand_in.packed  # type: ignore[return-value]
 
 

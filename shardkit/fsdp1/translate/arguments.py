@@ -6,7 +6,6 @@ Notes are written for defaults too that FSDP2 does not share.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -77,11 +76,6 @@ def check_arguments(given: Arguments) -> None:
     for name in ("world_size", "ranks_per_node"):
         if getattr(given, name) is not None:
             check_ranks(name, getattr(given, name))
-    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and given.mixed_precision is not None:
-        problem = "is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"
-        rule = "FSDP2 computes in param_dtype in eval mode too, so losses would differ"
-        fix = "Unset the variable, or evaluate without mixed_precision"
-        raise TranslationError(message("mixed_precision", problem, rule, fix))
 
 
 def check_unwrapped(tree: ModelTree) -> None:

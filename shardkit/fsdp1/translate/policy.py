@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardkit._fsdp.fsdp1 import FSDP1Policy, full_precision_classes, run_fsdp1_policy
-from shardkit.errors import TranslationError, listing, message
+from shardkit.errors import TranslationError, message
 from shardkit.planning.tree import ModelTree
 
 
@@ -126,12 +126,11 @@ def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ig
     """Return what FSDP1 would ignore: the modules with all below them, and their or the given parameters."""
     if ignored_modules is not None and ignored_states is not None:
         raise _error("ignored_states", "is given together with ignored_modules", "Pass ignored_states alone")
-    modules = _listed("ignored_modules", ignored_modules, nn.Module, "nn.Module")
-    states = _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter), "nn.Parameter, or all nn.Module")
+    states = [] if ignored_states is None else list(ignored_states)
     params = [state for state in states if isinstance(state, nn.Parameter)]
     if params and len(params) < len(states):
         raise _error("ignored_states", "has parameters and modules", "Pass either parameters or modules")
-    modules += [state for state in states if isinstance(state, nn.Module)]
+    modules = list(ignored_modules) if ignored_modules is not None else [] if params else states
     below = frozenset(inner for module in modules for inner in module.modules())
     ignored = Ignored(below, frozenset(params).union(param for module in modules for param in module.parameters()))
     if tree.params and ignored.params.issuperset(tree.params.values()):
@@ -143,18 +142,6 @@ def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ig
 def ignored_fqns(tree: ModelTree, ignored: Ignored) -> frozenset[str]:
     """Return the FQNs of the ignored parameters of the model."""
     return frozenset(fqn for fqn, param in tree.params.items() if param in ignored.params)
-
-
-def _listed(argument: str, given: Any, kinds: Any, expected: str) -> list[Any]:
-    if given is None:
-        return []
-    if not isinstance(given, Iterable) or isinstance(given, (str, nn.Module)):
-        raise _error(argument, f"must be a list, got a {type(given).__name__}", "Pass a list")
-    states = list(given)
-    wrong = dict.fromkeys(type(state).__name__ for state in states if not isinstance(state, kinds))
-    if wrong:
-        raise _error(argument, f"has elements of the types {listing(wrong)}", f"Pass a list of all {expected}")
-    return states
 
 
 def _error(argument: str, problem: str, fix: str, rule: str = "") -> TranslationError:
