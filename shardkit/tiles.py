@@ -66,57 +66,38 @@ class Tokens:
         return self._decided.setdefault(name, found) and found
 
 
-def in_tiles(
-    forward: Callable[..., Tensor], tiles: int, fqn: str = "forward", decided: dict[str, bool] | None = None
-) -> Callable[..., Tensor]:
-    """Return ``forward``, which works on each token alone, computed in at most ``tiles`` tiles of tokens.
+def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
+    """Return the forward of a module that works on each token alone, computed in at most ``tiles`` tiles of tokens.
 
     A single token, or none, is not cut. Random numbers are drawn for each tile, and the same again in backward. Which
-    arguments are cut is decided at the first call that has them, by their shape (``decided``, by name).
+    arguments are cut is decided at the first call that has them, by their shape.
+
+    The first call with more tokens than tiles, in each mode of training and with each set of tensors, computes half of
+    the first tile alone too, and raises if that differs: a module that mixes tokens, as attention does, would be
+    silently wrong. Fewer tokens are not cut before that.
     """
-    decided = {} if decided is None else decided
+    forward: Callable[..., Tensor] = module.forward
+    checked, decided = set[tuple[bool, frozenset[str]]](), dict[str, bool]()
     names = [*inspect.signature(forward).parameters]
 
     @functools.wraps(forward)
-    def tiled(*args: Any, **kwargs: Any) -> Tensor:
+    def in_tiles(*args: Any, **kwargs: Any) -> Tensor:
         tokens = Tokens(fqn, names, args, kwargs, decided)
-        if len(tokens) < 2:
+        call = (module.training, tokens.tensors)
+        if len(tokens) < 2 or (call not in checked and len(tokens) <= tiles):
             return forward(*args, **kwargs)
+        if call not in checked and _check(module, forward, tokens, fqn, tiles):
+            checked.add(call)
         calls = tokens.calls(lambda each: each.chunk(tiles, tokens.dim))
         return torch.cat([checkpoint(_of_contiguous, forward, *call, use_reentrant=False) for call in calls], -2)
 
-    return tiled
+    return in_tiles
 
 
 def _of_contiguous(forward: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Call ``forward`` with tensors that it may view in another shape, as it may those that are not cut."""
     given = [each.contiguous() if isinstance(each, Tensor) else each for each in (*args, *kwargs.values())]
     return forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
-
-
-def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
-    """Return the module's forward, computed in tiles as by :func:`in_tiles`.
-
-    Its first call with more tokens than tiles, in each mode of training and with each set of tensors, computes half of
-    the first tile alone too, and raises if that differs: a module that mixes tokens, as attention does, would be
-    silently wrong. Fewer tokens are not cut before that.
-    """
-    forward: Callable[..., Tensor] = module.forward
-    checked, decided = set[tuple[bool, frozenset[str]]](), dict[str, bool]()
-    names, run = [*inspect.signature(forward).parameters], in_tiles(forward, tiles, fqn, decided)
-
-    @functools.wraps(forward)
-    def checked_once(*args: Any, **kwargs: Any) -> Tensor:
-        tokens = Tokens(fqn, names, args, kwargs, decided)
-        call = (module.training, tokens.tensors)
-        if call not in checked:
-            if len(tokens) <= tiles:
-                return forward(*args, **kwargs)
-            if _check(module, forward, tokens, fqn, tiles):
-                checked.add(call)
-        return run(*args, **kwargs)
-
-    return checked_once
 
 
 @not_compiled

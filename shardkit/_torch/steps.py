@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import local_tensor
@@ -28,19 +29,36 @@ def by_device_and_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def placements_of(params: list[Any]) -> list[Any]:
+    """Return the placements of each DTensor, None for plain tensors. Local."""
+    return [x._spec.placements if isinstance(x, DTensor) else None for x in params]
+
+
 def local_tensors(
     tensors: list[Any], params: list[Any], layouts: list[Any], otherwise: Callable[[DTensor, Any], Tensor]
 ) -> list[Any]:
     """Return the local tensor of each DTensor placed like its parameter, and other tensors unchanged. Local.
 
-    ``layouts`` are the placements of ``params``, None for plain ones; ``otherwise`` is called with a DTensor of other
-    placements and its parameter, and returns its local tensor.
+    ``layouts`` are the placements of ``params``; ``otherwise`` is called with a DTensor of other placements and its
+    parameter, and returns its local tensor.
     """
-    # One comprehension without calls, because this runs for every tensor in every step.
+    # Comprehensions without calls, because this runs for every tensor in every step.
+    try:  # as a rule all are DTensors, and placed alike
+        found = [x._local_tensor for x, layout in zip(tensors, layouts, strict=True) if x._spec.placements == layout]
+        if len(found) == len(tensors):
+            return found
+    except AttributeError:
+        if not any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
+            return tensors
     return [
         x if not isinstance(x, DTensor) else x._local_tensor if x._spec.placements == layout else otherwise(x, param)
         for x, param, layout in zip(tensors, params, layouts, strict=True)
     ]
+
+
+def redistributed(grad: DTensor, param: Any) -> Tensor:
+    """Place a gradient like its parameter, such as a Partial one of tensor parallelism. Collective."""
+    return grad.redistribute(placements=param.placements).to_local()
 
 
 # optim: torch's optimizers collect the tensors of a step in this method: it appends each parameter's to a list of
@@ -73,10 +91,8 @@ def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
     return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
 
 
-# optim, grads: ``DTensor.placements`` without the property, in a third of the time; and the spec, with the mesh.
-placements: Callable[[DTensor], tuple[Any, ...]] = operator.attrgetter("_spec.placements")
-
-layout_of: Callable[[DTensor], Any] = operator.attrgetter("_spec")
+# grads: ``DTensor.device_mesh`` without the property, in a third of the time.
+mesh_of: Callable[[DTensor], DeviceMesh] = operator.attrgetter("_spec.mesh")
 
 # grads: the kernel of torch.amp.GradScaler, for plain tensors of one device and dtype.
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_

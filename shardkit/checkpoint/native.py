@@ -197,7 +197,8 @@ class NativeCheckpoint(Safetensors):
         contents.model |= decode(state["model"], tensors)
         contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
         for kind, states in decode(state["random"], tensors).items():
-            found = list(map(_random_state, states))
+            # Hexadecimal, in version 1 tensors of bytes.
+            found = [bytes(s.tolist()) if isinstance(s, Tensor) else bytes.fromhex(s) for s in states]
             contents.random[kind] = found[:1] if len(set(found)) == 1 else found
         contents.random |= {kind: RandomRows(self.located[each.key]) for kind, each in self.stored("random").items()}
         contents.ties = {name: first for name, first in state["ties"].items() if first in contents.model}
@@ -255,11 +256,6 @@ class NativeCheckpoint(Safetensors):
 
 
 # ---- random generators: Python's, torch's on the CPU, and the accelerator's ---------------------------------------
-
-
-def _random_state(saved: str | Tensor) -> bytes:
-    """Return a generator's state: hexadecimal, in version 1 a tensor of bytes."""
-    return bytes(saved.tolist()) if isinstance(saved, Tensor) else bytes.fromhex(saved)
 
 
 RANDOM_BYTES = 8192  # of a row in random.safetensors: the length of a state in 4 bytes, the state, and zeros

@@ -28,7 +28,7 @@ from shardkit.activations import checkpointed
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.runtime.replicated import compute_in
-from shardkit.tiles import in_tiles
+from shardkit.tiles import tiled
 
 START = "start"
 FORWARD = "forward"
@@ -83,7 +83,7 @@ def trace(
             meter.ignore(tensor)
         for fqn, tiles in plan.tiles:
             module = copied.get_submodule(fqn)
-            module.forward = in_tiles(module.forward, tiles, fqn)
+            module.forward = tiled(module, fqn, tiles)
         watched = []
         for unit in plan.units:
             modules = [copied.get_submodule(fqn) for fqn in unit.modules]

@@ -22,7 +22,8 @@ from shardkit._torch.steps import (
     counts_for_schedulers,
     local_tensors,
     note_step,
-    placements,
+    placements_of,
+    redistributed,
 )
 from shardkit.errors import ShardkitError, message
 
@@ -138,14 +139,14 @@ def _collecting(collect: Callable[..., Any]) -> Callable[..., Any]:
     def collect_locals(self: Any, group: dict[str, Any], params: list[Any], grads: list[Any], *state: list[Any]) -> Any:
         with plain_attributes():
             result = collect(self, group, params, grads, *state)
-            layouts = [placements(param) if isinstance(param, DTensor) else None for param in params]
-            grads[:] = local_tensors(grads, params, layouts, _redistributed)
+            layouts = placements_of(params)
+            grads[:] = local_tensors(grads, params, layouts, redistributed)
             for values in state:
                 if values:  # torch leaves the list empty of a kind of state that these options do not use
                     values[:] = local_tensors(values, params, layouts, _number_or_refuse)
             if isinstance(self, SGD):
                 vars(self).setdefault("collected", []).extend(params)
-            params[:] = [local_tensor(param) if isinstance(param, DTensor) else param for param in params]
+            params[:] = local_tensors(params, params, layouts, redistributed)
         if isinstance(self, Adam) and _step_as_list(group, params):
             group["foreach"] = True  # until finish_step
             vars(self).setdefault("listed", []).append(group)
@@ -170,11 +171,6 @@ def finish_step(optimizer: Optimizer) -> None:
         if isinstance(param, DTensor) and local_tensor(param) in optimizer.state:
             shard = local_tensor(param)
             _keep_state(optimizer.state[param], optimizer.state.pop(shard), param, shard)
-
-
-def _redistributed(grad: DTensor, param: Any) -> Tensor:
-    """Place a gradient like its parameter, such as a Partial one of tensor parallelism. Collective."""
-    return grad.redistribute(placements=param.placements).to_local()
 
 
 def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
@@ -265,14 +261,14 @@ def _local_state(param: Any, values: Any) -> Any:
     if not isinstance(param, DTensor):
         return values
     leaves = tree_leaves(values)
-    found = iter(local_tensors(leaves, [param] * len(leaves), [placements(param)] * len(leaves), _number_or_refuse))
+    params = [param] * len(leaves)
+    found = iter(local_tensors(leaves, params, placements_of(params), _number_or_refuse))
     return tree_map(lambda _: next(found), values)
 
 
 def _aliases(params: list[Tensor]) -> dict[Tensor, Tensor]:
     """Map each sharded parameter to a leaf on the memory of its shard, with its gradient; a plain one to itself."""
-    layouts = [placements(param) if isinstance(param, DTensor) else None for param in params]
-    grads = local_tensors([param.grad for param in params], params, layouts, _redistributed)
+    grads = local_tensors([param.grad for param in params], params, placements_of(params), redistributed)
     aliases = dict(zip(params, params, strict=True))
     for param, grad in zip(params, grads, strict=True):
         if isinstance(param, DTensor):

@@ -185,6 +185,28 @@ def test_low_precision_is_a_warning_once(world, caplog):
     assert message.startswith("SGD trains 4 parameters in bfloat16, without float32 masters")
 
 
+# What no one would notice.
+
+
+@pytest.mark.parametrize("lost", ["hook", "head", "layer"])
+def test_a_warning_once_of_what_is_added_after_sharding_in_vain(caplog, lost):
+    ranks._warned.clear()
+    with fake_world(2), caplog.at_level(logging.WARNING, "shardkit"):
+        model = shard_model(net(), ignored_params=["0.bias"])
+        caplog.clear()
+        if lost == "hook":
+            model[2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
+        else:
+            model[2 if lost == "head" else 1] = nn.Linear(4, 4)
+        optimizers = [AdamW(model.parameters()) for _ in range(2)]
+        for optimizer in optimizers * 2:
+            backward(model)
+            optimizer.step()
+    (text,) = caplog.messages
+    name = {"hook": "2.weight has a hook", "head": "2.weight, 2.bias was added", "layer": "1.weight, 1.bias was added"}
+    assert text.startswith(name[lost])
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()

@@ -50,8 +50,11 @@ _BOTH: Table = {
     "ignored_modules": given("refused: Pass the parameters as ignored_params to plan_model."),
     "mixed_precision_policy": "noted: Taken from mixed_precision, as accelerate does.",
 }
+_PINNED = "implied: Offloaded shards are pinned where there is an accelerator."
+_UNPINNED_1 = "refused: FSDP1 always pins offloaded parameters. Set fsdp_version: 2 to turn it off."
 _APART = "Parameters keep their names and become DTensors."
 _VERSION_1: Table = {
+    "cpu_offload_pin_memory": switch(_PINNED, _UNPINNED_1, default=True),
     "sync_module_states": switch("mapped: Rank 0's values are broadcast before sharding.", default=True),
     "forward_prefetch": switch("mapped: prefetch=1: each unit all-gathers the next one explicitly."),
     "limit_all_gathers": switch(
@@ -66,6 +69,7 @@ _VERSION_1: Table = {
     ),
 }
 _VERSION_2: Table = {
+    "cpu_offload_pin_memory": switch(_PINNED, "mapped: CPUOffloadPolicy(pin_memory=False).", default=True),
     "forward_prefetch": switch("refused: Version 2 has no such key. Remove it, or pass prefetch=1 to shard_model."),
     "backward_prefetch backward_prefetch_policy limit_all_gathers use_orig_params": "noted: Version 2 has no such key.",
     "sync_module_states": "noted: Version 2 ignores it: nothing is broadcast.",
@@ -97,7 +101,7 @@ def read_fsdp(
         root_reshards=root and version == 2 and strategy is FULL_SHARD,
         wrap=_wrap(section, policy),
         offload=offload,
-        pin_memory=_pin_memory(section, version, offload),
+        pin_memory=values["cpu_offload_pin_memory"],
         checkpoint_activations=values["activation_checkpointing"],
         prefetch=int(version == 1 and values["forward_prefetch"]),
         sync_module_states=values.get("sync_module_states", False),
@@ -166,19 +170,6 @@ def _wrap(section: Reader, policy: str) -> Wrap:
     section.note("transformer_layer_cls_to_wrap", by_class if policy == BY_CLASS else ignored)
     section.note("min_num_params", by_size if policy == BY_SIZE else ignored)
     return Wrap("classes" if classes else "declared" if policy == BY_CLASS else "root", classes)
-
-
-def _pin_memory(section: Reader, version: int, offload: bool) -> bool:
-    pin: bool = section.get("cpu_offload_pin_memory", BOOLEAN, True)
-    answer = "implied: Offloaded shards are pinned where there is an accelerator."
-    if not pin and version == 1:
-        answer = "refused: FSDP1 always pins offloaded parameters. Set fsdp_version: 2 to turn it off."
-    elif not pin and not offload:
-        answer = "noted: Without offload_params: true there is nothing to pin."
-    elif not pin:
-        answer = "mapped: CPUOffloadPolicy(pin_memory=False)."
-    section.note("cpu_offload_pin_memory", answer)
-    return pin
 
 
 # --- Sizes of the axes of ranks ---------------------------------------------------------------------------------------

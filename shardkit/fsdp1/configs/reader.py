@@ -225,11 +225,8 @@ def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
     parse: Callable[[str], Any] = json.loads
     invalid: type[Exception] = ValueError
     if file.suffix != ".json":
-        try:
-            import yaml
-        except ImportError:
-            fix = "pip install pyyaml, or give a .json file"
-            raise TranslationError(message(str(file), "needs PyYAML, which is not installed", "", fix)) from None
+        import yaml
+
         parse, invalid = yaml.safe_load, yaml.YAMLError
     try:
         found = parse(file.read_text())

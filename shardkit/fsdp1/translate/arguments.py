@@ -6,7 +6,6 @@ Notes are written for defaults too that FSDP2 does not share.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed import fsdp
 
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped
-from shardkit.fsdp1.translate.strategy import HYBRID, RESHARDING, check_ranks
+from shardkit.fsdp1.translate.strategy import HYBRID, RESHARDING
 from shardkit.plan import ShardingPlan
 from shardkit.planning.tree import ModelTree
 from shardkit.ranks import accelerator
@@ -66,22 +65,6 @@ class Arguments:
         ours = ("ignored_modules", "ranks_per_node", "world_size")
         given = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ours}
         return given | {"auto_wrap_policy": None}
-
-
-def check_arguments(given: Arguments) -> None:
-    """Raise TranslationError for arguments that FSDP1 would not take either, or that FSDP2 cannot do."""
-    for name, kind in (("cpu_offload", fsdp.CPUOffload), ("mixed_precision", fsdp.MixedPrecision)):
-        value = getattr(given, name)
-        if not isinstance(value, (kind, type(None))):
-            raise TranslationError(message(name, f"must be None or a {kind.__name__}, got {shown(value)}", "", ""))
-    for name in ("world_size", "ranks_per_node"):
-        if getattr(given, name) is not None:
-            check_ranks(name, getattr(given, name))
-    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and given.mixed_precision is not None:
-        problem = "is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"
-        rule = "FSDP2 computes in param_dtype in eval mode too, so losses would differ"
-        fix = "Unset the variable, or evaluate without mixed_precision"
-        raise TranslationError(message("mixed_precision", problem, rule, fix))
 
 
 def check_unwrapped(tree: ModelTree) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs import FORMATS, read_config
 from shardkit.fsdp1.configs.target import Ranks, accelerate2, build, comments, notes_on_accelerate, torch_code
+from shardkit.memory.report import positive
 from shardkit.planning.build import named_model
 
 USAGE = 2  # argparse's own exit code for invalid commands
@@ -28,8 +29,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("file", help="a JSON file, or a YAML file if PyYAML is installed")
     to = "print accelerate's file with fsdp_version 2, fully_shard code, or the plan (default: %(default)s)"
     parser.add_argument("--to", choices=("accelerate2", "torch", "plan"), default="accelerate2", help=to)
-    parser.add_argument("--world", type=_ranks, metavar="RANKS", help="number of ranks, if not in the file")
-    parser.add_argument("--ranks-per-node", type=_ranks, metavar="RANKS", help="ranks on a node, for hybrid strategies")
+    parser.add_argument("--world", type=positive, metavar="RANKS", help="number of ranks, if not in the file")
+    parser.add_argument(
+        "--ranks-per-node", type=positive, metavar="RANKS", help="ranks on a node, for hybrid strategies"
+    )
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -75,10 +78,3 @@ def _translate(options: argparse.Namespace) -> int:
     else:
         print("\n".join([*comments(reading, notes), *(["", text.rstrip("\n")] if text else [])]))
     return int(refused > 0)
-
-
-def _ranks(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a number of ranks")
-    return number

@@ -126,19 +126,14 @@ def place_of(
 def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
     """Return groups that together reach all ranks that shard; the world if the arguments are invalid."""
     if isinstance(device_mesh, DeviceMesh):
-        _check_member("device_mesh", device_mesh.get_coordinate() is not None)
         return device_mesh.get_all_groups()
     groups = process_group if isinstance(process_group, (tuple, list)) else (process_group,)
     if all(isinstance(group, dist.ProcessGroup) for group in groups) and groups:
-        _check_member("process_group", all(dist.get_rank(group) >= 0 for group in groups))
         return list(groups)
     return [None]
 
 
 def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
-    if not isinstance(mesh, DeviceMesh):
-        raise _error("device_mesh", f"must be a DeviceMesh, got a {type(mesh).__name__}", "Use init_device_mesh")
-    _check_member("device_mesh", mesh.get_coordinate() is not None)
     shape = f"has the shape {tuple(mesh.shape)}"
     if strategy.name in HYBRID and mesh.ndim != 2:
         fix = "Use init_device_mesh(device, (nodes, ranks_per_node))"
@@ -162,7 +157,6 @@ def _of_groups(strategy: ShardingStrategy, given: Any) -> Place:
     if len(groups) != 1 + hybrid or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         problem = f"is {', '.join(type(each).__name__ for each in groups)} for {strategy.name}"
         raise _error("process_group", problem, f"Pass {'(shard_group, replicate_group)' if hybrid else 'one group'}")
-    _check_member("process_group", all(dist.get_rank(group) >= 0 for group in groups))
     if not hybrid:
         return _of_group(strategy, groups[0])
     shard, replicate = groups
@@ -173,11 +167,6 @@ def _of_group(strategy: ShardingStrategy, group: dist.ProcessGroup) -> Place:
     """Return the mesh of one group; NO_SHARD adds a shard axis of size 1."""
     spec = resolve_strategy(strategy, group.size()).mesh
     return Place(spec) if group == dist.group.WORLD else Place(spec, groups=(group,))
-
-
-def _check_member(argument: str, inside: bool) -> None:
-    if not inside:
-        raise _error(argument, f"does not include rank {dist.get_rank()}", "Shard on its ranks only")
 
 
 def _error(argument: str, problem: str, fix: str = "") -> TranslationError:

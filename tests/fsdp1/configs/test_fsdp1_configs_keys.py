@@ -19,7 +19,7 @@ TABLES = [
 # Keys that functions read, and keys of no format; each is drawn wherever keys are.
 OTHERS = (
     "sharding_strategy reshard_after_forward auto_wrap_policy transformer_layer_cls_to_wrap min_num_params version "
-    "cpu_offload_pin_memory mixed_precision num_processes bf16 fp16 fsdp_version dp_shard_size tensor_parallel_size "
+    "mixed_precision num_processes bf16 fp16 fsdp_version dp_shard_size tensor_parallel_size "
     "zz q_x Qqq 0 zz.top"
 )
 NAMES = sorted({*OTHERS.split(), *(word for table in TABLES for words in table for word in words.split())} - {"*"})

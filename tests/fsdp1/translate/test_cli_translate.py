@@ -100,7 +100,7 @@ def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(tmp_path
     ("arguments", "code", "said"),
     [
         ((FSDP1, "--to", "plan"), 2, "--to plan needs --model"),
-        ((FSDP1, "--world", "0"), 2, "0 is not a number of ranks"),
+        ((FSDP1, "--world", "0"), 2, "0 is not a positive number"),
         ((FSDP1, "--world", 12, "--ranks-per-node", 5), 1, "--ranks-per-node 5 does not divide 12 ranks"),
         (("absent.yaml",), 1, "absent.yaml cannot be read"),
         ((FSDP1, "--to", "plan", "--model", "small_models:Absent"), 1, "model small_models:Absent cannot be built"),
