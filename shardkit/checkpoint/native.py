@@ -106,17 +106,13 @@ class DcpDirectory:
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a part of. Local."""
-        wanted = list(targets)
-        while wanted:
-            batch: dict[str, Any] = dict(wanted)
-            wanted = [(key, target) for key, target in wanted if batch[key] is not target]  # several of one key
-            reader, planner = FileSystemReader(self._directory), DefaultLoadPlanner(flatten_state_dict=False)
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=_ALONE)
-                    load(batch, storage_reader=reader, planner=planner, no_dist=True)
-            except (Exception, CheckpointException) as error:  # the latter is none of the former
-                raise self._damaged(str(error).strip().splitlines()[-1]) from error
+        reader, planner = FileSystemReader(self._directory), DefaultLoadPlanner(flatten_state_dict=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_ALONE)
+                load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
+        except (Exception, CheckpointException) as error:  # the latter is none of the former
+            raise self._damaged(str(error).strip().splitlines()[-1]) from error
 
 
 def _nested(leaves: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:

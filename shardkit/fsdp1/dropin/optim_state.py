@@ -14,7 +14,6 @@ from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
-    StateDictType,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -43,8 +42,8 @@ def optim_state_dict(
     """Return a copy of the optimizer's state by name, full or sharded as ``state_dict_type`` says.
 
     ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. FULL gives full tensors, with
-    ``rank0_only`` on the lowest rank alone (``{}`` on others); SHARDED gives DTensors; each on the CPU unless
-    ``offload_to_cpu=False``. Parameters without state have no entry. **Collective** if FULL.
+    ``rank0_only`` on the lowest rank alone (``{}`` on others); SHARDED and LOCAL give DTensors; each on the CPU
+    unless ``offload_to_cpu=False``. Parameters without state have no entry. **Collective** if FULL.
 
     Args:
         model: the model, or a module around it.
@@ -53,10 +52,10 @@ def optim_state_dict(
         group: ignored; the model's parameters say which ranks hold it.
 
     Raises:
-        TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped.
+        TranslationError: no part of the model is wrapped.
         ShardkitError: the optimizer holds tensors that are not in the model.
     """
-    return _save(model, optim, _config(model), optim_state_dict)
+    return _save(model, optim, _config_of(model), optim_state_dict)
 
 
 def full_optim_state_dict(
@@ -102,13 +101,13 @@ def optim_state_dict_to_load(
         group: ignored.
 
     Raises:
-        TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped, or an optimizer with named state.
+        TranslationError: no part of the model is wrapped, or an optimizer with named state.
         ShardkitError: the dict does not fit the optimizer; all names that only one side has.
     """
     if is_named_optimizer:
         fix = "Pass the torch.optim.Optimizer that it wraps, or use load_full_optimizer_state_dict"
         raise Unavailable(message("is_named_optimizer=True", "is not supported", "State is loaded by number", fix))
-    from_rank0 = getattr(_config(model), "rank0_only", False)
+    from_rank0 = getattr(_config_of(model), "rank0_only", False)
     result = _to_load(model, optim, optim_state_dict, from_rank0=from_rank0)
     if load_directly:
         optim.load_state_dict(result)
@@ -160,15 +159,11 @@ def _warn(name: str, replacement: str, optim_input: object = None) -> None:
         raise Unavailable(message("optim_input", "is not supported", rule, "Leave it out, and pass optim"))
 
 
-def _config(model: nn.Module) -> OptimStateDictConfig:
+def _config_of(model: nn.Module) -> OptimStateDictConfig:
     found = get_state_dict_type(model)
     if found is None:
         fix = "Wrap it by FullyShardedDataParallel, or use shardkit.full_optimizer_state_dict"
         raise TranslationError(message("model", "has no part that is wrapped", "", fix))
-    if found.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        rule = "It is the state of a model only, each rank's shards, as of FSDP1"
-        fix = "Use StateDictType.SHARDED_STATE_DICT, or save optim.state_dict() on each rank"
-        raise Unavailable(message("LOCAL_STATE_DICT", "is not a form of optimizer state", rule, fix))
     return found.optim_state_dict_config
 
 
