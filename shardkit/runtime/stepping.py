@@ -103,24 +103,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise ShardkitError(message(name, problem, rule, "Build the optimizer after shard_model"))
     if optimizer not in _checked:
         _checked.add(optimizer)
-        named = [(str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor)]
-        if low := low_precision_problem(named, name):
-            logger.warning(low)
-        for model, whole in _whole.items():
-            own = [(fqn, param) for fqn, param in named_sharded_parameters(model) if id(param) in held]
-            if added := [fqn for fqn, param in own if not isinstance(param, DTensor) and fqn not in whole]:
-                rule = "No one reduces its gradient: each rank updates its own copy, and the copies drift apart"
-                fix = "Add modules before shard_model, or all-reduce the gradient before optimizer.step()"
-                warn_once(message(listing(added, 6), "was added after sharding", rule, fix))
+        _warn_at_first_step(name, params, held)
     for model in asleep:
         if not held.isdisjoint(map(id, model.parameters())):
             problem, rule = "was called while its model is asleep", "sleep() has moved its memory to the CPU"
             raise ShardkitError(message(f"{name}.step()", problem, rule, "Call wake(model)"))
-    waiting, copies, without, hooked = not_ready(_units, held)
+    waiting, copies, without, hooked, written = not_ready(_units, held)
     if hooked:
         rule = "FSDP2 sets the gradient of a sharded parameter without autograd, so the hook is not called"
         fix = "Use param.register_post_accumulate_grad_hook, where param.grad is reduced"
-        warn_once(message(listing(hooked, 6), "has a hook from register_hook", rule, fix))
+        warn_once(message(f"{name}.step()", f"found hooks of register_hook on {listing(hooked, 6)}", rule, fix))
+    if written:
+        rule = "FSDP2 frees gathered parameters, so a change in forward, or after one without backward, is lost"
+        fix = "Make it a buffer, or change it after optimizer.step(); evaluate under torch.no_grad()"
+        warn_once(message(f"{name}.step()", f"found {listing(written, 6)} changed while gathered", rule, fix))
     first = _without.setdefault(optimizer, WeakKeyDictionary())
     for unit, names in without:
         if first.setdefault(unit, names) != names:
@@ -143,3 +139,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         rule += "accumulate(last=False), nor of one module of a unit of several"
         fix = "Run the last micro-batch with accumulate(model, last=True), or drop them with shardkit.zero_grad(model)"
         raise ShardkitError(message(f"{name}.step()", problem, rule, fix))
+
+
+def _warn_at_first_step(name: str, params: list[Tensor], held: set[int]) -> None:
+    named = [(str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor)]
+    if low := low_precision_problem(named, name):
+        logger.warning(low)
+    for model, whole in _whole.items():
+        own = [(fqn, param) for fqn, param in named_sharded_parameters(model) if id(param) in held]
+        if added := [fqn for fqn, param in own if not isinstance(param, DTensor) and fqn not in whole]:
+            problem = f"trains {len(added)} parameters that were added after sharding: {listing(added)}"
+            rule = "No one reduces their gradients: each rank updates its own copy, and the copies drift apart"
+            fix = "Add modules before shard_model, or all-reduce the gradients before optimizer.step()"
+            warn_once(message(name, problem, rule, fix))
