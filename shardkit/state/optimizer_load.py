@@ -120,7 +120,7 @@ def with_rooms(
     present: Mapping[str, Any],
     place: Callable[[str, str, Any, Tensor | None], object],
 ) -> dict[str, Any]:
-    """Return the state by FQN with ``place(fqn, path, spec, present)`` for each tensor; a path is as ``"/step"``. Local."""
+    """Return the state by FQN with ``place(fqn, path, spec, present)`` for tensors; paths are as ``"/step"``. Local."""
 
     def placed(fqn: str, entry: object) -> object:
         there = tensor_leaves(present.get(fqn, {}))
