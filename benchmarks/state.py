@@ -75,19 +75,19 @@ CASES = (
         "full gather to rank 0",
         lambda b: full_state_dict(b.model),
         lambda b: get_model_state_dict(b.model, options=TO_RANK_0),
-        0.4,
+        0.12,
     ),
     Case(
         "load, every rank has the dict",
         lambda b: load_full_state_dict(b.model, b.state, src="all"),
         lambda b: set_model_state_dict(b.model, dict(b.state), options=FULL),
-        0.15,
+        0.10,
     ),
     Case(
         "load, rank 0 has it",
         lambda b: load_full_state_dict(b.model, b.on_rank_0),
         lambda b: set_model_state_dict(b.model, b.on_rank_0, options=FROM_RANK_0),
-        0.4,
+        0.20,
     ),
     Case(
         "full optimizer state to rank 0",

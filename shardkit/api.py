@@ -17,7 +17,7 @@ from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError, message
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.planning.build import Request, Settings, build_plan
-from shardkit.planning.rules import Rule, no_units, select
+from shardkit.planning.rules import Rule, select
 from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")
@@ -150,8 +150,8 @@ def _decide(model: nn.Module, request: Request) -> tuple[ShardingPlan, ModelTree
         return build_plan(tree, mesh, request), tree
     from shardkit.memory.dry_run import plan_checked
 
-    is_default = request.rules is None or no_units(select(tree, request.rules))
-    return plan_checked(tree, lambda: build_plan(tree, mesh, request), request.example_batch, is_default), tree
+    by_default = select(tree, request.rules).by_default
+    return plan_checked(tree, lambda: build_plan(tree, mesh, request), request.example_batch, by_default), tree
 
 
 def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, request: Request) -> ShardingPlan:

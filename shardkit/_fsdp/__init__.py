@@ -71,16 +71,18 @@ def is_in_use(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._training_state.name != "IDLE"
 
 
-def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[str], list[str], list[tuple[Any, str]]]:
+def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[Any], ...]:
     """Return which of the parameters with an ``id`` in ``held`` have a gradient that is not reduced. Local, pure.
 
     It is on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an HSDP mesh the
     reduce-scattered gradients of a unit wait for the all-reduce. And which in ``held`` are unsharded ones themselves,
-    and units with gradients, each with the names of those in ``held`` that have none.
+    and units with gradients, each with the names of those in ``held`` that have none; which have tensor hooks; and
+    which of these units were written to while they were gathered.
     """
-    waiting, copies, without = [], [], []  # in one function without calls, because this runs in every step
+    # In one function without calls, because this runs in every step.
+    waiting, copies, without, hooked, written = [], [], [], [], []
     for unit in units:
-        names, found = "", False
+        names, found, changed = "", False, []
         for param in unit.fsdp_params:
             sharded = param.sharded_param
             if id(sharded) in held and sharded.requires_grad:
@@ -88,9 +90,13 @@ def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[str], l
                     names += f" {param._param_fqn}"
                 else:
                     found = True
+                if sharded._backward_hooks:
+                    hooked.append(str(param._param_fqn))
             state = vars(param)
             unsharded = state.get("_unsharded_param")
             if unsharded is not None:  # gathered at least once
+                if unsharded._version:  # which all-gathers preserve
+                    changed.append(str(param._param_fqn))
                 if id(unsharded) in held:
                     copies.append(str(param._param_fqn))
                 waits = unsharded.grad is not None or unit._partial_reduce_output is not None
@@ -98,7 +104,8 @@ def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[str], l
                     waiting.append(str(param._param_fqn))
         if found:
             without.append((unit, names))
-    return waiting, copies, without
+            written += changed
+    return waiting, copies, without, hooked, written
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:

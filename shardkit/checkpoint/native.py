@@ -106,17 +106,13 @@ class DcpDirectory:
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a part of. Local."""
-        wanted = list(targets)
-        while wanted:
-            batch: dict[str, Any] = dict(wanted)
-            wanted = [(key, target) for key, target in wanted if batch[key] is not target]  # several of one key
-            reader, planner = FileSystemReader(self._directory), DefaultLoadPlanner(flatten_state_dict=False)
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=_ALONE)
-                    load(batch, storage_reader=reader, planner=planner, no_dist=True)
-            except (Exception, CheckpointException) as error:  # the latter is none of the former
-                raise self._damaged(str(error).strip().splitlines()[-1]) from error
+        reader, planner = FileSystemReader(self._directory), DefaultLoadPlanner(flatten_state_dict=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_ALONE)
+                load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
+        except (Exception, CheckpointException) as error:  # the latter is none of the former
+            raise self._damaged(str(error).strip().splitlines()[-1]) from error
 
 
 def _nested(leaves: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:
@@ -201,7 +197,8 @@ class NativeCheckpoint(Safetensors):
         contents.model |= decode(state["model"], tensors)
         contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
         for kind, states in decode(state["random"], tensors).items():
-            found = list(map(_random_state, states))
+            # Hexadecimal, in version 1 tensors of bytes.
+            found = [bytes(s.tolist()) if isinstance(s, Tensor) else bytes.fromhex(s) for s in states]
             contents.random[kind] = found[:1] if len(set(found)) == 1 else found
         contents.random |= {kind: RandomRows(self.located[each.key]) for kind, each in self.stored("random").items()}
         contents.ties = {name: first for name, first in state["ties"].items() if first in contents.model}
@@ -259,11 +256,6 @@ class NativeCheckpoint(Safetensors):
 
 
 # ---- random generators: Python's, torch's on the CPU, and the accelerator's ---------------------------------------
-
-
-def _random_state(saved: str | Tensor) -> bytes:
-    """Return a generator's state: hexadecimal, in version 1 a tensor of bytes."""
-    return bytes(saved.tolist()) if isinstance(saved, Tensor) else bytes.fromhex(saved)
 
 
 RANDOM_BYTES = 8192  # of a row in random.safetensors: the length of a state in 4 bytes, the state, and zeros

@@ -139,14 +139,10 @@ class Search:
 
     def weighed(self, base: ShardingPlan) -> list[Prediction]:
         """Return candidates in the order of what they cost, up to the first that fits and what that leaves to spend."""
-        sharded, found = resharded(base), list[Prediction]()
-        for labels, start in (
-            ((), sharded),
-            (("offloaded to the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy())),
-        ):
-            found += self._from(labels, start)
-            if found[-1].peak.total <= self.limit:
-                break
+        sharded = resharded(base)
+        found = [*self._from((), sharded)]
+        if found[-1].peak.total > self.limit:
+            found += self._from(("offloaded to the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy()))
         return found
 
     def weigh(self, labels: tuple[str, ...], plan: ShardingPlan) -> Prediction:

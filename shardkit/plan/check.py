@@ -17,13 +17,8 @@ def problems(plan: PlanData) -> Iterator[str]:
     return (problem for rule in _RULES for problem in rule(plan))
 
 
-def _plain_data(plan: PlanData) -> Iterator[str]:
-    found = [unit.name for unit in plan.units if getattr(unit.mp_policy, "param_dtype_override_fn", None)]  # since 2.15
-    if found:
-        rule = "A plan is plain data, which ranks compare and JSON stores"
-        fix = "Give the modules that keep their dtype a unit with a policy of its own, or set ignored_params"
-        yield message("mp_policy", f"has a param_dtype_override_fn for {listing(found, 6)}", rule, fix)
-    if isinstance(plan.prefetch, bool) or not isinstance(plan.prefetch, int) or plan.prefetch < 0:
+def _whole_plan(plan: PlanData) -> Iterator[str]:
+    if plan.prefetch < 0:
         yield message("prefetch", f"must be a number of units, 0 or more, got {plan.prefetch!r}", "", "Use prefetch=1")
     if plan.replicated and not any(unit.params for unit in plan.units):
         names = listing(plan.replicated, 6)
@@ -66,35 +61,24 @@ def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
 def _world_size_to_reshard_to(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         value = unit.reshard_after_forward
-        if not is_world_size(value):
-            continue
-        mesh, given = plan.mesh_of(unit), f"has reshard_after_forward={value!r}"
-        ranks = mesh.shard_size
-        fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        if value not in fits:
-            rule = f"As an int it must divide the {ranks} ranks of axis {mesh.axis_names[-1]}"
-            yield message(unit.name, given, rule, f"Use {listing(map(str, fits))}, True or False")
-        elif any(spec.tensor_parallel for spec in plan.specs_of(unit)):
-            rule = "torch cannot reshard DTensor parameters to a smaller world"
-            yield message(unit.name, f"{given} with tensor-parallel parameters", rule, "Use True or False")
+        ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
+        if is_world_size(value) and (value < 1 or ranks % value):
+            fits = listing(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
+            rule = f"As an int it must divide the {ranks} ranks of axis {axis}"
+            yield message(unit.name, f"has reshard_after_forward={value}", rule, f"Use {fits}, True or False")
 
 
 def _shard_dims(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
-        for fqn, dim in unit.shard_dims:
-            ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
-            shape = plan.specs[fqn].shape if fqn in unit.params and fqn in plan.specs else ()
-            problem, rule = f"is sharded on dim {dim}", "FSDP2 shards on dims other than 0 in equal parts only"
-            if not 0 <= dim < len(shape):
-                problem, rule = f"{problem} in {unit.name}, where its shape is {shape}", "A dim counts from 0"
-            elif shape[dim] % ranks:
-                problem = f"{problem}, whose size {shape[dim]} the {ranks} ranks of {axis} do not divide"
+        ranks, axis, dims = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1], dict(unit.shard_dims)
+        for fqn, shape in ((spec.fqn, spec.shape) for spec in plan.specs_of(unit) if spec.fqn in dims):
+            dim, size, fix = dims[fqn], shape[dims[fqn]], f"Use another dim, or dim 0, for {fqn}"
+            if size % ranks:
+                problem = f"is sharded on dim {dim}, whose size {size} the {ranks} ranks of {axis} do not divide"
+                yield message(fqn, problem, "FSDP2 shards on dims other than 0 in equal parts only", fix)
             elif is_world_size(unit.reshard_after_forward):
-                problem = f"{problem}, with reshard_after_forward={unit.reshard_after_forward}"
-                rule = "torch reshards to fewer ranks on dim 0 only"
-            else:
-                continue
-            yield message(fqn, problem, rule, f"Use another dim, or dim 0, for {fqn}")
+                problem = f"is sharded on dim {dim}, with reshard_after_forward={unit.reshard_after_forward}"
+                yield message(fqn, problem, "torch reshards to fewer ranks on dim 0 only", fix)
 
 
 def _may_skip(plan: PlanData) -> Iterator[str]:
@@ -128,9 +112,7 @@ def _policies(plan: PlanData) -> Iterator[str]:
             yield message(unit.name, problem, rule, "Pass checkpoint_activations=True for it")
 
 
-def tile_problems(plan: PlanData) -> dict[str, str]:
-    """Return an error for each module, by FQN, that cannot compute in tiles as the plan says."""
-    found: dict[str, str] = {}
+def _tiles(plan: PlanData) -> Iterator[str]:
     units = {fqn: unit for unit in plan.units for fqn in unit.modules} if plan.tiles else {}
     inner = {outer: name for name in (*units, *dict(plan.tiles)) for outer in ancestors(name)}
     for fqn, number in plan.tiles:
@@ -146,17 +128,16 @@ def tile_problems(plan: PlanData) -> dict[str, str]:
             rule, fix = "Tiles are computed eagerly", "Pass compile=False for that unit, or leave out tiles="
         else:
             continue
-        found[fqn] = message(fqn or "(root)", problem, rule, fix)
-    return found
+        yield message(fqn or "(root)", problem, rule, fix)
 
 
 _RULES = (
-    _plain_data,
+    _whole_plan,
     children_first,
     _one_trainable_dtype,
     _world_size_to_reshard_to,
     _shard_dims,
     _may_skip,
     _policies,
-    lambda plan: iter(tile_problems(plan).values()),
+    _tiles,
 )

@@ -16,10 +16,8 @@ from shardkit.plan.check import children_first
 from shardkit.plan.data import PlanData, dtype_name, mp_policy_to_dict
 from shardkit.plan.types import ShardUnit, count, nbytes
 
-_TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "checkpointed", "compiled"]
-_TITLES += ["not on dim 0", "mesh"]
 _RESHARDS = {"True": "after forward", "False": "after backward"}
-_INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component that is a number, as in layers.0
+_INDEXED = re.compile(r"(?s)(.*\.|)(0|[1-9][0-9]*)(\..*|)")  # a path around its last component that is a number
 
 
 def table(plan: PlanData) -> str:
@@ -28,10 +26,10 @@ def table(plan: PlanData) -> str:
     def looks(unit: ShardUnit) -> tuple[object, ...]:
         return (*calls(unit), [(*spec[1:4], spec.element_bytes) for spec in plan.specs_of(unit)])
 
-    rows = [_TITLES, *(_row(plan, units) for units in fold(plan.units, looks))]
-    shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    right = ("parameters", "bytes")
-    lines = aligned(list(zip(*shown, strict=True)), [at for at, (title, *_) in enumerate(shown) if title not in right])
+    rows = [_row(plan, units) for units in fold(plan.units, looks)]
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    left = [at for at, title in enumerate(titles) if title not in ("parameters", "bytes")]
+    lines = aligned([titles, *([row[title] for title in titles] for row in rows)], left)
     numel, size = sum(spec.numel for spec in plan.params), sum(spec.nbytes for spec in plan.params)
     headline = f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}"
     headline += f", {nbytes(plan.held_bytes())} of {nbytes(size)} on each rank"
@@ -48,27 +46,28 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     ]
 
 
-def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
+def _row(plan: PlanData, units: Sequence[ShardUnit]) -> dict[str, str]:
+    """Return the cells of one unit, or of several that are alike, by the titles of their columns."""
     unit, specs = units[0], plan.specs_of(units[0])
     each = " each" if len(units) > 1 else ""
-    mp_policy = mp_policy_to_dict(unit.mp_policy)
-    computes = str(mp_policy.get("param_dtype", "stored dtype")) if mp_policy else ""
-    computes += f", reduces in {mp_policy['reduce_dtype']}" if "reduce_dtype" in mp_policy else ""
+    policy, dims = mp_policy_to_dict(unit.mp_policy), Counter(dim for _, dim in unit.shard_dims)
+    computes = str(policy.get("param_dtype", "stored dtype")) if policy else ""
+    computes += f", reduces in {policy['reduce_dtype']}" if "reduce_dtype" in policy else ""
     dtypes = sorted({(not spec.trainable, dtype_name(spec.dtype)) for spec in specs})
     split = " x ".join(f"{name}={size}" for name, size in plan.mesh.splits(unit.mesh).items())
-    return [
-        unit.name if len(units) == 1 else f"{unit.name} .. {units[-1].name}",
-        count(sum(spec.numel for spec in specs)) + each if specs else "-",
-        nbytes(sum(spec.nbytes for spec in specs)) + each if specs else "-",
-        ", ".join(dtype + " frozen" * is_frozen for is_frozen, dtype in dtypes),
-        computes,
-        _RESHARDS.get(repr(unit.reshard_after_forward), f"to {unit.reshard_after_forward} ranks"),
-        "CPU" if unit.offloads else "",
-        _blocks(unit, unit.checkpoint_activations),
-        _blocks(unit, unit.compile),
-        ", ".join(f"{number} on dim {dim}" for dim, number in sorted(Counter(dict(unit.shard_dims).values()).items())),
-        f"{plan.mesh_of(unit)}{split and ', split over '}{split}" if any(each.mesh for each in plan.units) else "",
-    ]
+    return {
+        "unit": unit.name if len(units) == 1 else f"{unit.name} .. {units[-1].name}",
+        "parameters": count(sum(spec.numel for spec in specs)) + each if specs else "-",
+        "bytes": nbytes(sum(spec.nbytes for spec in specs)) + each if specs else "-",
+        "dtype": ", ".join(dtype + " frozen" * is_frozen for is_frozen, dtype in dtypes),
+        "computes in": computes,
+        "reshards": _RESHARDS.get(repr(unit.reshard_after_forward), f"to {unit.reshard_after_forward} ranks"),
+        "lives on": "CPU" if unit.offloads else "",
+        "checkpointed": _blocks(unit, unit.checkpoint_activations),
+        "compiled": _blocks(unit, unit.compile),
+        "not on dim 0": ", ".join(f"{number} on dim {dim}" for dim, number in sorted(dims.items())),
+        "mesh": f"{plan.mesh_of(unit)}{split and ', split over '}{split}" if any(e.mesh for e in plan.units) else "",
+    }
 
 
 def _blocks(unit: ShardUnit, setting: bool | str) -> str:
@@ -118,13 +117,10 @@ def fold(units: Sequence[ShardUnit], key: Callable[[ShardUnit], object]) -> list
 
 def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
     """Return the text around the last number of each FQN, and that number; None if the modules do not share one."""
-    found = [list(_INDEX.finditer(fqn)) for fqn in unit.modules]
-    indices = {int(matches[-1].group()) if matches else None for matches in found}
-    index = indices.pop() if len(indices) == 1 else None
-    if index is None:
+    found = [match.groups() for fqn in unit.modules if (match := _INDEXED.fullmatch(fqn))]
+    if len(found) < len(unit.modules) or len({index for _, index, _ in found}) > 1:
         return [(fqn, "") for fqn in unit.modules], None
-    ends = [matches[-1].span() for matches in found]
-    return [(fqn[:start], fqn[end:]) for fqn, (start, end) in zip(unit.modules, ends, strict=True)], index
+    return [(before, after) for before, _, after in found], int(found[0][1])
 
 
 def calls(unit: ShardUnit) -> tuple[object, ...]:
@@ -181,19 +177,6 @@ def selective():  # saves attention, unless it draws random numbers for dropout,
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-"""
-
-_TILES = """
-def tile_forward(module, tiles):
-    forward = module.forward
-
-    def in_tiles(x, *args, **kwargs):
-        def tile(part):
-            return forward(part.contiguous(), *args, **kwargs)
-
-        return torch.cat([checkpoint(tile, part, use_reentrant=False) for part in x.chunk(tiles, -2)], -2)
-
-    module.forward = functools.wraps(forward)(in_tiles)
 """
 
 _DIVIDE = """
@@ -258,9 +241,10 @@ def python(plan: PlanData) -> str:
     if skipped := [unit.name for unit in plan.units if unit.may_skip]:
         where = f"each rank must call {listing(skipped, 6)} in every step, or the others wait"
         lines.append(f"# Not in this code: may_skip, which torch lacks; {where}.")
+    if plan.tiles:
+        lines.append(f"# Not in this code: tiles, which only save memory, of {listing(dict(plan.tiles), 6)}.")
     if cast := plan.replicated_modules():
         lines += [f"for name, dtype in {cast}.items():", "    compute_in(model.get_submodule(name), dtype)"]
-    lines += [f"tile_forward({_module(_quoted(fqn))}, {tiles})" for fqn, tiles in plan.tiles]
     lines += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
         ahead = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]
@@ -276,13 +260,12 @@ def _header(plan: PlanData) -> Iterator[str]:
     """Yield the imports, and the helpers that the code uses."""
     checkpoints = {unit.checkpoint_activations for unit in plan.units} - {False}
     policies = {each for each in checkpoints if isinstance(each, str)}
-    wraps = bool(checkpoints or plan.tiles)
     names = {"fully_shard", *(type(unit.offload_policy).__name__ for unit in plan.units if unit.offloads)}
     names |= {"MixedPrecisionPolicy" for unit in plan.units if unit.mp_policy != MixedPrecisionPolicy()}
     names |= {"register_fsdp_forward_method"} if plan.forward_methods else set()
     modules = sorted({policy.partition(":")[0] for policy in policies - {"selective"}})
     casts = bool(plan.replicated_modules())
-    standard = ["functools"] * (wraps or casts) + ["itertools"] * ("selective" in policies)
+    standard = ["functools"] * bool(checkpoints or casts) + ["itertools"] * ("selective" in policies)
     yield from [*(f"import {name}" for name in standard), *[""] * bool(standard)]
     yield from (f"import {name}" for name in ["torch", *modules])
     yield from ["import torch.distributed as dist"] * bool(plan.replicated)
@@ -292,11 +275,10 @@ def _header(plan: PlanData) -> Iterator[str]:
     selective = ["CheckpointPolicy"] * ("selective" in policies) + ["create_selective_checkpoint_contexts"] * bool(
         policies
     )
-    yield from [f"from torch.utils.checkpoint import {', '.join(['checkpoint', *selective])}"] * wraps
+    yield from [f"from torch.utils.checkpoint import {', '.join(['checkpoint', *selective])}"] * bool(checkpoints)
     yield from ["", _CHECKPOINT] * bool(checkpoints)
     yield from ["", _SELECTIVE] * ("selective" in policies)
     yield from ["", _COMPUTE_IN] * casts
-    yield from ["", _TILES] * bool(plan.tiles)
     yield from ["", _DIVIDE] * any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units)
 
 

@@ -227,9 +227,9 @@ class ShardUnit:
 
     def __post_init__(self) -> None:
         if self.shard_dims:
-            order = {fqn: place for place, fqn in enumerate(self.params)}
-            pairs = sorted(dict(self.shard_dims).items(), key=lambda pair: order.get(pair[0], len(order)))
-            object.__setattr__(self, "shard_dims", tuple((fqn, dim) for fqn, dim in pairs if dim))
+            dims = dict(self.shard_dims)
+            ordered = {fqn: dims[fqn] for fqn in (*self.params, *dims) if dims.get(fqn)}
+            object.__setattr__(self, "shard_dims", tuple(ordered.items()))
 
     def __hash__(self) -> int:
         return hash((self.modules, self.params))  # torch's OffloadPolicy is not hashable

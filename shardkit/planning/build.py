@@ -22,7 +22,7 @@ from shardkit.plan.types import nbytes
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.repair import inseparable_dtypes
-from shardkit.planning.rules import Rule, Selection, check_settings, named_policy, no_units, select
+from shardkit.planning.rules import Rule, Selection, check_settings, named_policy, select
 from shardkit.planning.tree import ModelTree, assign, split_problem, unit_of_entries
 
 
@@ -69,15 +69,15 @@ class Request:
 
 def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPlan:
     """Return the plan as requested on a mesh of that shape; PlanError if rules do not fit, or the plan is not valid."""
-    rules, settings = request.rules, request.settings
+    settings = request.settings
     check_settings("", vars(settings))
     left_alone = _ignored_fqns(tree, request.ignored_params or ())
-    chosen = [] if rules is None else select(tree, rules)
-    apart = {each for new in chosen if new.replicates for entry in new.entries for each in tree.subtree(entry)}
+    chosen = select(tree, request.rules)
+    apart = chosen.replicated
     replicated = tree.unshardable.union(*(tree.owned[entry] for entry in apart))
     blocks, notes = None, list[str]()
-    if rules is not None and not no_units(chosen):
-        selections = [new for new in chosen if new.makes_unit]
+    if not chosen.by_default:
+        selections = chosen.units
         if not any(0 in selection.entries for selection in selections):
             selections.append(Selection((0,), reshard=False))
     else:
@@ -91,15 +91,13 @@ def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPla
         kept = [tuple(entry for entry in new.entries if not entry or entry not in apart) for new in selections]
         selections = [replace(new, entries=entries) for new, entries in zip(selections, kept, strict=True) if entries]
     prefetch, methods = request.prefetch, request.forward_methods
-    plan = plan_of(tree, mesh, selections, settings, left_alone, replicated, blocks, prefetch, methods, notes)
+    tiles = [(entry, number) for entry, number in chosen.tiles.items() if number is True or number != 1]  # 1 is whole
+    plan = plan_of(tree, mesh, selections, settings, left_alone, replicated, blocks, prefetch, methods, notes, tiles)
     for name in ("checkpoint_activations", "compile"):
         if getattr(settings, name) and not any(getattr(unit, name) for unit in plan.units):
             problem, rule = "reaches no module", "It applies to blocks: modules that repeat, or units with submodules"
             fix = f"Name the modules: units=[by_name(..., {name}=True)]"
             raise PlanError(message(f"{name}={named_policy(getattr(settings, name))!r}", problem, rule, fix))
-    if tiles := sorted((new.entries[0], new.tiles) for new in chosen if repr(new.tiles) not in ("None", "1")):
-        plan = replace(plan, tiles=tuple((tree.fqns[entry], number or 0) for entry, number in tiles))
-        plan.check()
     return plan
 
 
@@ -114,6 +112,7 @@ def plan_of(
     prefetch: int = 0,
     methods: Iterable[str] = (),
     notes: Iterable[str] = (),
+    tiles: Iterable[tuple[int, int]] = (),
 ) -> ShardingPlan:
     """Return the plan whose units are ``selections``, the root among them.
 
@@ -155,6 +154,7 @@ def plan_of(
         replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
         prefetch=prefetch,
         forward_methods=tuple(dict.fromkeys([*generate, *methods])),
+        tiles=tuple((tree.fqns[entry], number) for entry, number in sorted(tiles)),
         notes=(*notes, *[note] * bool(trained)),
     )
     plan = balanced(plan, split | tree.unsplit)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from shardkit.errors import listing
-from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit, is_world_size
+from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit, is_world_size
 from shardkit.plan.types import nbytes
 
 _EFFECT = "the fullest rank holds"  # in each note of this file
@@ -26,14 +26,22 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     Parameters in ``keep``, and those of units whose rule gave a dim, stay as they are.
     """
     keep = {*keep, *(fqn for unit in plan.units if unit.dim_given for fqn in unit.params)}
-    by_shape: dict[object, list[tuple[ParamSpec, int, int]]] = defaultdict(list)
-    left: list[tuple[ShardUnit, ParamSpec, int]] = []
-    for unit, spec, waste in _wasting(plan, keep):
-        if dim := _dividing(plan, unit, spec):
-            by_shape[spec.shape, spec.dtype].append((spec, dim, waste))
-        else:
-            left.append((unit, spec, waste))
-    if not (by_shape or left):
+    by_shape: dict[object, list[tuple[str, int, int]]] = defaultdict(list)
+    for unit in plan.units:
+        ranks = plan.mesh_of(unit).shard_size
+        for spec in plan.split_specs(unit):
+            # torch takes no other dim where it reshards to fewer ranks.
+            if (
+                not spec.shape
+                or spec.shape[0] % ranks == 0
+                or spec.fqn in keep
+                or is_world_size(unit.reshard_after_forward)
+            ):
+                continue
+            if dim := next((dim for dim, size in enumerate(spec.shape) if size % ranks == 0), 0):
+                waste = spec.nbytes_of(spec.shard_numel(ranks)) - spec.nbytes // ranks
+                by_shape[spec.shape, spec.dtype].append((spec.fqn, dim, waste))
+    if not by_shape:
         return plan
     held = plan.held_bytes()
     saving = {shape: sum(waste for *_, waste in found) for shape, found in by_shape.items()}
@@ -42,12 +50,11 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     slack = SLACK if plan.mesh.shard_size <= MANY else SLACK_OF_MANY
     for shape in sorted(saving, key=lambda shape: -saving[shape]):
         if held > (1 + slack) * least:
-            dims |= {spec.fqn: dim for spec, dim, _ in by_shape[shape]}
+            dims |= {fqn: dim for fqn, dim, _ in by_shape[shape]}
             held -= saving[shape]
-    notes = (*_chosen_notes(plan, dims, held), *_left_notes(plan, left, held))
     pairs = ((unit, tuple((fqn, dims[fqn]) for fqn in unit.params if fqn in dims)) for unit in plan.units)
-    units = [replace(unit, shard_dims=unit.shard_dims + chosen) if chosen else unit for unit, chosen in pairs]
-    return replace(plan, units=tuple(units), notes=(*plan.notes, *notes))
+    units = tuple(replace(unit, shard_dims=unit.shard_dims + chosen) if chosen else unit for unit, chosen in pairs)
+    return replace(plan, units=units, notes=(*plan.notes, *_notes(plan, dims, held)))
 
 
 def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
@@ -74,23 +81,7 @@ def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
     return balanced(replace(moved, units=tuple(units), notes=notes), keep)
 
 
-def _wasting(plan: ShardingPlan, keep: Collection[str]) -> Iterator[tuple[ShardUnit, ParamSpec, int]]:
-    """Yield the others whose rows do not spread evenly, with the bytes that the fullest rank holds too much."""
-    for unit in plan.units:
-        ranks = plan.mesh_of(unit).shard_size
-        for spec in plan.split_specs(unit):
-            if spec.fqn not in keep and spec.shape and spec.shape[0] % ranks:
-                yield unit, spec, spec.nbytes_of(spec.shard_numel(ranks)) - spec.nbytes // ranks
-
-
-def _dividing(plan: ShardingPlan, unit: ShardUnit, spec: ParamSpec) -> int:
-    """Return the first dim that the shard axis divides; 0 if there is none, or torch takes no other dim."""
-    if is_world_size(unit.reshard_after_forward):
-        return 0
-    return next((dim for dim in range(1, len(spec.shape)) if spec.shape[dim] % plan.mesh_of(unit).shard_size == 0), 0)
-
-
-def _chosen_notes(plan: ShardingPlan, dims: dict[str, int], held: int) -> Iterator[str]:
+def _notes(plan: ShardingPlan, dims: dict[str, int], held: int) -> Iterator[str]:
     for dim in sorted(set(dims.values())):
         names = listing((fqn for fqn in dims if dims[fqn] == dim), 2)
         rows = sorted({plan.specs[fqn].shape[0] for fqn in dims if dims[fqn] == dim})
@@ -98,11 +89,3 @@ def _chosen_notes(plan: ShardingPlan, dims: dict[str, int], held: int) -> Iterat
             f"{names}: sharded on dim {dim}, because the {listing(map(str, rows), 3)} rows of dim 0 do not spread over "
             f"{plan.mesh.shard_size} ranks; {_EFFECT} {nbytes(held)}, not {nbytes(plan.held_bytes())}"
         )
-
-
-def _left_notes(plan: ShardingPlan, left: Sequence[tuple[ShardUnit, ParamSpec, int]], held: int) -> Iterator[str]:
-    surplus = sum(waste for *_, waste in left)
-    if surplus > SLACK * held:
-        names = listing((spec.fqn for _, spec, _ in sorted(left, key=lambda each: -each[2])), 2)
-        reason = f"no dim is a multiple of {plan.mesh.shard_size} ranks, or torch shards the unit on dim 0 only"
-        yield f"{names}: {reason}, so {_EFFECT} {nbytes(surplus)} more than an equal part"

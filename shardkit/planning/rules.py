@@ -41,20 +41,15 @@ class Selection:
     overrides: Overrides = field(default_factory=Overrides)  # settings that a rule asked for
     reshard: bool = True  # what reshard_after_forward=None means for it
 
-    @property
-    def tiles(self) -> int | None:
-        """In how many tiles its modules compute; None for a unit."""
-        return self.overrides.get("tiles")
 
-    @property
-    def replicates(self) -> bool:
-        """Whether all parameters of its modules are replicated."""
-        return bool(self.overrides.get("replicate"))
+@dataclass
+class Chosen:
+    """What rules selected."""
 
-    @property
-    def makes_unit(self) -> bool:
-        """Whether its modules are a unit, and not in tiles or replicated."""
-        return self.tiles is None and not self.replicates
+    units: list[Selection] = field(default_factory=list)
+    tiles: dict[int, int] = field(default_factory=dict)  # in how many tiles each entry computes
+    replicated: set[int] = field(default_factory=set)  # entries whose parameters every rank holds in full
+    by_default: bool = True  # no rule makes units, so the default rule does
 
 
 @dataclass(frozen=True)
@@ -163,20 +158,20 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
     return UnitRule(text, select, one_unit=True)
 
 
-def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
-    """Return the selections of all rules; the first match wins, for units and for tiles.
+def select(tree: ModelTree, rules: Iterable[Rule] | None) -> Chosen:
+    """Return what all rules select; the first match wins, for units and for tiles.
 
     Raises PlanError: a rule matches nothing that is left, or a module without forward; a setting is unknown.
     """
-    selections: list[Selection] = []
+    chosen = Chosen()
     units: dict[int, str] = {}  # the text of the rule that took each entry
     tiles: dict[int, str] = {}
-    for rule in map(as_rule, rules):
+    for rule in map(as_rule, rules or ()):
         found = rule.select(tree, frozenset(units))
         found = [new for new in found if any(not e or any(tree.owned[e : tree.ends[e]]) for e in new.entries)]
         if not found:
             raise PlanError(_no_match(rule.text, tree, "matches no module that has parameters"))
-        taken = units if found[0].tiles is None else tiles
+        taken = units if found[0].overrides.get("tiles") is None else tiles
         fresh = [new for new in found if taken.keys().isdisjoint(new.entries)]
         if not fresh or (rule.one_unit and fresh != found):
             claims = [f"{tree.fqns[e] or '(root)'} (by {taken[e]})" for new in found for e in new.entries if e in taken]
@@ -184,51 +179,38 @@ def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
             first_wins = "Each module is in one unit, and the first matching rule wins"
             raise PlanError(message(rule.text, f"matches modules of earlier rules: {listing(claims)}", first_wins, fix))
         for new in fresh:
-            _check_selection(tree, rule.text, new)
+            check_settings(rule.text, new.overrides)
             taken.update(dict.fromkeys(new.entries, rule.text))
-        _check_dim(tree, rule.text, fresh)
-        selections += fresh
-    return selections
+            _choose(tree, rule.text, new, chosen)
+    chosen.by_default = rules is None or (not chosen.units and bool(chosen.tiles or chosen.replicated))
+    return chosen
 
 
-def no_units(selections: list[Selection]) -> bool:
-    """Return whether rules selected tiles or replicated modules alone, so that the default rule makes the units."""
-    return bool(selections) and not any(new.makes_unit for new in selections)
-
-
-def _check_selection(tree: ModelTree, text: str, new: Selection) -> None:
-    check_settings(text, new.overrides)
-    if new.replicates:
-        if len(new.overrides) > 1:
-            others = listing(sorted(new.overrides.keys() - {"replicate"}))
-            rule = "Replicated modules are not units: nothing is gathered, and they compute as the unit around them"
-            raise PlanError(message(text, f"has replicate=True with {others}", rule, "Leave out the other settings"))
-        below = {fqn for entry in new.entries for each in tree.subtree(entry) for fqn in tree.owned[each]}
-        if split := [fqn for fqn in sorted(below) if tree.specs[fqn].tensor_parallel]:
+def _choose(tree: ModelTree, text: str, new: Selection, chosen: Chosen) -> None:
+    """Add a selection of the rule ``text`` to what is chosen; PlanError if its modules cannot be that."""
+    tiles, replicate = new.overrides.get("tiles"), new.overrides.get("replicate")
+    if (tiles is not None or replicate) and len(new.overrides) > 1:
+        alone, value = ("replicate", True) if replicate else ("tiles", tiles)
+        problem = f"has {alone}={value} with {listing(sorted(new.overrides.keys() - {alone}))}"
+        rule = f"A rule with {alone}= makes no units: its modules stay in whichever unit they are"
+        raise PlanError(message(text, problem, rule, f"Give {alone}= a rule of its own"))
+    if replicate:
+        inside = [below for entry in new.entries for below in tree.subtree(entry)]
+        if split := sorted({fqn for each in inside for fqn in tree.owned[each] if tree.specs[fqn].tensor_parallel}):
             rule = "Only parameters that every rank holds in full can be replicated"
             fix = "Leave its module out of the rule with replicate=True"
             raise PlanError(message(listing(split, 6), f"is a DTensor, and {text} matches it", rule, fix))
+        chosen.replicated.update(inside)
         return
     for entry in (entry for entry in new.entries if not has_forward(tree.modules[entry])):
         name, problem = tree.fqns[entry], f"is a {type(tree.modules[entry]).__name__} without forward"
         rule = "A unit is gathered when its module is called, and a module without forward is never called"
         fix = f'Select its children instead: by_name("{name}.*")'
         raise PlanError(message(name, f"{problem}, and {text} matches it", rule, fix))
-    if new.tiles is not None and (len(new.overrides) > 1 or len(new.entries) > 1):
-        others = listing(sorted(new.overrides.keys() - {"tiles"})) or "several modules"
-        rule = "A rule with tiles= makes no units: each module computes in tiles, in whichever unit it is"
-        fix = "Give tiles= a rule of its own, by_class or by_name"
-        raise PlanError(message(text, f"has tiles={new.tiles} with {others}", rule, fix))
-
-
-def _check_dim(tree: ModelTree, text: str, found: list[Selection]) -> None:
-    """Raise if no parameter has the dim of a rule; some, such as biases, need not."""
-    dim = found[0].overrides.get("shard_dim") or 0
-    below = (inner for new in found for entry in new.entries for inner in tree.subtree(entry))
-    most = max((tree.params[fqn].dim() for inner in below for fqn in tree.owned[inner]), default=0)
-    if dim >= max(most, 1):
-        problem = f"has shard_dim={dim}, but no parameter of its modules has more than {most} dims"
-        raise PlanError(message(text, problem, "Dims count from 0", ""))
+    if tiles is not None:
+        chosen.tiles.update(dict.fromkeys(new.entries, tiles))
+    else:
+        chosen.units.append(new)
 
 
 def as_rule(rule: Rule) -> UnitRule:

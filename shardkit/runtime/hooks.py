@@ -1,8 +1,8 @@
 """Forward hooks on the root of a sharded model, for what FSDP2 leaves to its user.
 
 A unit called before the whole model would become the root. A first forward under ``inference_mode`` would leave
-parameters that cannot be trained. An evaluation leaves units gathered, and an optimizer built then would hold copies.
-A backward with ``create_graph=True`` ends in SIGSEGV.
+parameters that cannot be trained. An evaluation, or a frozen teacher, leaves units gathered: an optimizer built then
+would hold copies, and an average would meet them. A backward with ``create_graph=True`` ends in SIGSEGV.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import fsdp_units, initialize, is_in_use, not_compiled
 from shardkit.errors import ShardkitError, listing, message
 
+_Hook = Callable[..., None]
 double_backwards: list[nn.Module] = []  # models that run in the context ``double_backward``
 
 
 def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
-    """Support other entries than the root's forward, reshard after a forward without grad, refuse ``create_graph``.
+    """Support other entries than the root's forward, reshard after one without backward, refuse ``create_graph``.
 
     For any FSDP2 model, before its first forward. Local, in place. In a training step one hook runs after the root's
     forward, and one when backward begins.
@@ -35,23 +37,26 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
         methods: gather like ``forward`` from now on: dotted names from ``root``, of methods of FSDP modules.
     """
     begin = _begin_as_root(root)
-    running: list[bool] = []  # for each method that has not ended, whether a forward without grad ended inside
+    running: list[bool] = []  # for each method that has not ended, whether a forward without backward ended inside
 
     @not_compiled
     def after_forward(module: nn.Module, args: object, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            if running:
-                running[-1] = True
-            else:
-                reshard(root)
-        elif not double_backwards:
-            for tensor in [output] if isinstance(output, Tensor) else _tensors(output):
+        final = not torch.is_grad_enabled()
+        if not final:
+            tensors = [output] if isinstance(output, Tensor) else list(_tensors(output))
+            for tensor in tensors if not double_backwards else ():
                 if tensor.grad_fn is not None:  # not a parameter, which would keep the hooks of all steps
                     tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
+            if tensors and not tensors[0].requires_grad:  # of a frozen model, such as a teacher, no backward follows
+                final = not any(each.requires_grad for each in chain(tensors, root.parameters()))
+        if final and running:
+            running[-1] = True
+        elif final:
+            reshard(root)
 
     root.register_forward_hook(after_forward)
     for name in methods:
-        _register(root, name, begin, running)
+        _register(root, name, begin, after_forward, running)
 
 
 def reshard(model: nn.Module) -> None:
@@ -61,7 +66,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _begin_as_root(root: nn.Module) -> Callable[..., None]:
+def _begin_as_root(root: nn.Module) -> _Hook:
     """Make ``root`` the FSDP root whichever of its units runs first; the hooks remove themselves then.
 
     Not before that forward: until then users may cast the model, add modules, or shard a module around it.
@@ -93,8 +98,8 @@ def _begin_as_root(root: nn.Module) -> Callable[..., None]:
     return begin
 
 
-def _register(root: nn.Module, name: str, begin: Callable[[], None], running: list[bool]) -> None:
-    """Let a method gather, except inside of its module's own forward, and reshard after it without grad."""
+def _register(root: nn.Module, name: str, begin: _Hook, after: _Hook, running: list[bool]) -> None:
+    """Let a method gather, except inside of its module's own forward, and reshard after it without backward."""
     fqn, _, method = name.rpartition(".")
     module = root.get_submodule(fqn)
     original = getattr(module, method)
@@ -109,9 +114,7 @@ def _register(root: nn.Module, name: str, begin: Callable[[], None], running: li
         running.append(not torch.is_grad_enabled())
         try:
             output = gathering(*args, **kwargs)
-            for tensor in _tensors(output) if torch.is_grad_enabled() and not double_backwards else ():
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
+            after(self, args, output)
             return output
         finally:
             if running.pop() and not running:

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import fsdp_units, not_ready
+from shardkit._torch import named_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import warn_once
 
@@ -29,7 +31,8 @@ logger = logging.getLogger("shardkit")
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced, while someone holds it
 _units: WeakSet[Any] = WeakSet()  # of the models that are watched
-_checked: WeakSet[Optimizer] = WeakSet()  # for low precision
+_whole: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by model, what sharding left whole
+_checked: WeakSet[Optimizer] = WeakSet()  # for low precision, and for parameters added after sharding
 _without: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by optimizer and unit, what had no gradients at first
 asleep: WeakSet[Any] = WeakSet()  # models whose memory is on the CPU
 replicated_waiting: WeakSet[Any] = WeakSet()  # whose ``waiting()`` returns replicated parameters not reduced yet
@@ -43,6 +46,8 @@ def replacing(model: nn.Module) -> Iterator[None]:
     if held := {param: fqn for param, fqn in ((weak(), fqn) for weak, fqn in before) if param is not None}:
         now = set(model.parameters())
         _replaced.update({param: fqn for param, fqn in held.items() if param not in now})
+    if dist.get_world_size() > 1:
+        _whole[model] = {fqn for fqn, param in model.named_parameters() if not isinstance(param, DTensor)}
     watch_gradients(model)
 
 
@@ -98,14 +103,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise ShardkitError(message(name, problem, rule, "Build the optimizer after shard_model"))
     if optimizer not in _checked:
         _checked.add(optimizer)
-        named = [(str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor)]
-        if low := low_precision_problem(named, name):
-            logger.warning(low)
+        _warn_at_first_step(name, params, held)
     for model in asleep:
         if not held.isdisjoint(map(id, model.parameters())):
             problem, rule = "was called while its model is asleep", "sleep() has moved its memory to the CPU"
             raise ShardkitError(message(f"{name}.step()", problem, rule, "Call wake(model)"))
-    waiting, copies, without = not_ready(_units, held)
+    waiting, copies, without, hooked, written = not_ready(_units, held)
+    if hooked:
+        rule = "FSDP2 sets the gradient of a sharded parameter without autograd, so the hook is not called"
+        fix = "Use param.register_post_accumulate_grad_hook, where param.grad is reduced"
+        warn_once(message(f"{name}.step()", f"found hooks of register_hook on {listing(hooked, 6)}", rule, fix))
+    if written:
+        rule = "FSDP2 frees gathered parameters, so a change in forward, or after one without backward, is lost"
+        fix = "Make it a buffer, or change it after optimizer.step(); evaluate under torch.no_grad()"
+        warn_once(message(f"{name}.step()", f"found {listing(written, 6)} changed while gathered", rule, fix))
     first = _without.setdefault(optimizer, WeakKeyDictionary())
     for unit, names in without:
         if first.setdefault(unit, names) != names:
@@ -128,3 +139,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         rule += "accumulate(last=False), nor of one module of a unit of several"
         fix = "Run the last micro-batch with accumulate(model, last=True), or drop them with shardkit.zero_grad(model)"
         raise ShardkitError(message(f"{name}.step()", problem, rule, fix))
+
+
+def _warn_at_first_step(name: str, params: list[Tensor], held: set[int]) -> None:
+    named = [(str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor)]
+    if low := low_precision_problem(named, name):
+        logger.warning(low)
+    for model, whole in _whole.items():
+        own = [(fqn, param) for fqn, param in named_sharded_parameters(model) if id(param) in held]
+        if added := [fqn for fqn, param in own if not isinstance(param, DTensor) and fqn not in whole]:
+            problem = f"trains {len(added)} parameters that were added after sharding: {listing(added)}"
+            rule = "No one reduces their gradients: each rank updates its own copy, and the copies drift apart"
+            fix = "Add modules before shard_model, or all-reduce the gradients before optimizer.step()"
+            warn_once(message(name, problem, rule, fix))

@@ -69,14 +69,14 @@ def load_full_optimizer_state_dict(
         poll.same = {"src": src}
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
         ranks = model_group(names) if src == "rank0" else EACH_ALONE
-        given = _checked(state_dict) if ranks.is_root else {"state": {}}
+        given = by_name(state_dict) if ranks.is_root else {"state": {}}
         state: dict[str, Any] = with_leaves(given["state"], lambda _, t: values_of(t) if is_quantized(t) else t)
         described = {**given, "state": with_leaves(state, lambda _, full: Spec(full.dtype, full.shape))}
         packed = pickle.dumps(described) if ranks.is_root else b""
         poll.own = len(packed)
     described = pickle.loads(share(packed, poll.any, ranks))
     with together(groups):
-        _check(optimizers, names, described)
+        check_names(optimizers, names, described)
         params, present = {name: param for param, name in names.items()}, _present(model, optimizers)
         made = with_rooms(described["state"], present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
     fulls, there = tensor_leaves(state), tensor_leaves(present)
@@ -100,9 +100,9 @@ def load_sharded_optimizer_state_dict(
         ShardkitError: on every rank, with nothing changed, as :func:`load_full_optimizer_state_dict`.
     """
     with together(groups_of(model)):
-        given = _checked(state_dict)
+        given = by_name(state_dict)
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
-        _check(optimizers, names, given)
+        check_names(optimizers, names, given)
     install(optimizers, names, given)
 
 
@@ -144,7 +144,7 @@ def room_for(param: nn.Parameter, path: str, spec: Spec, present: Tensor | None)
     return replicated(torch.empty(spec.shape, dtype=spec.dtype, device=home), param.device_mesh)
 
 
-def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:
+def by_name(state_dict: Mapping[str, Any]) -> OptimizerState:
     """Return the dict by clean names; raise unless it is an optimizer's state by FQN."""
     names = [name for group in state_dict.get("param_groups", [{}]) for name in group.get("params", [None])]
     if "state" not in state_dict or any(not isinstance(name, str) for name in (*names, *state_dict["state"])):
@@ -201,7 +201,8 @@ def other_classes(optimizers: Iterable[Optimizer], own: Sequence[list[str]], fou
     return list(pairs)
 
 
-def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:
+def check_names(optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:
+    """Raise ShardkitError unless the state has the parameters of the optimizers, with their options. Local."""
     own = [fqns for each in optimizers for fqns in group_names(each, names)]
     rule = "Parameters and the options of groups must match; nothing was changed"
     fix = "Build the optimizer from the same parameters, in the same groups"

@@ -114,9 +114,11 @@ def test_what_cannot_follow_is_refused(place: str) -> None:
         shard_model(model, ignored_params=["1.a.weight"])
 
 
-def test_spectral_norm_is_not_taken_for_a_view() -> None:
-    """Its ``weight`` is ``weight_orig.data`` until the first forward computes it."""
-    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+def test_what_forward_computes_is_not_taken_for_a_view() -> None:
+    """``weight`` is ``weight_orig.data`` until then, and in AWD-LSTM an RNN's list has the data of a parameter."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.LSTM(4, 4))
+    dropped = model[1]._parameters.pop("weight_hh_l0")
+    model[1].register_parameter("weight_hh_l0_raw", nn.Parameter(dropped.data))
     with fake_world(2):
         shard_model(model)
 

@@ -200,9 +200,7 @@ def test_ranks_that_mean_different_things_all_raise(tmp_path):
     for call in (save_checkpoint, load_checkpoint):
         with pytest.raises(ShardkitError, match=r"^model must be an nn\.Module, got AdamW"):
             call(tmp_path, *state[1::-1])
-    with pytest.raises(
-        ShardkitError, match=r"^optimizer must be one or several of .*, got LambdaLR\. Pass the model first"
-    ):
+    with pytest.raises(ShardkitError, match=r"^optimizer must be .*, got LambdaLR\. Pass the model first"):
         save_checkpoint(tmp_path, state[0], state[2])
     assert not any(tmp_path.iterdir())
 

@@ -158,8 +158,6 @@ def test_parameters_that_are_dtensors_already() -> None:
     with fake_world(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh["tp"], [Shard(0)]))
-        with refused(model, "[norm, head] has reshard_after_forward=2 with tensor-parallel parameters"):
-            shard_model(model, mesh=mesh["dp"], reshard_after_forward=2)
         with refused(model, "head.weight is a DTensor, and by_name('head') matches it."):
             shard_model(model, mesh=mesh["dp"], units=by_name("head", replicate=True))
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))

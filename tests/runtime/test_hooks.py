@@ -47,13 +47,18 @@ def test_a_forward_without_grad_before_the_optimizer_is_built(mode):
         assert_trains_alike(plain, model, usual_loss)
 
 
+@pytest.mark.parametrize("frozen", [False, True])  # as a teacher that an average is written into
+@pytest.mark.parametrize("method", ["forward", "encode"])
 @distributed(world_size=2)
-def test_what_is_edited_after_a_forward_without_grad_is_the_parameter():
-    plain, model = pair()
+def test_what_is_edited_after_a_forward_without_backward_is_the_parameter(method, frozen):
+    plain, model = pair(Coder, forward_methods=["encode"])
     for each in (plain, model):
+        each.requires_grad_(not frozen)
+        with contextlib.nullcontext() if frozen else torch.no_grad():
+            getattr(each, method)(tokens())
         with torch.no_grad():
-            each(tokens())
             each.head.weight.mul_(2)
+    assert not gathered(model)
     assert torch.equal(model(tokens()), plain(tokens()))
 
 

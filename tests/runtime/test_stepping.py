@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import re
 import weakref
 
 import pytest
@@ -183,6 +184,41 @@ def test_low_precision_is_a_warning_once(world, caplog):
         assert trained(torch.bfloat16, vouched=True) == []
         (message,) = trained(torch.bfloat16)
     assert message.startswith("SGD trains 4 parameters in bfloat16, without float32 masters")
+
+
+# What no one would notice.
+
+
+WARNINGS = {
+    "hook": r"AdamW\.step\(\) found hooks of register_hook on 2\.weight",
+    "head": "AdamW trains 2 parameters that were added after sharding: 2.weight, 2.bias",
+    "layer": "AdamW trains 2 parameters that were added after sharding: 1.weight, 1.bias",
+    "forward": r"AdamW\.step\(\) found 2\.weight changed while gathered",
+    "program": r"AdamW\.step\(\) found 2\.weight changed while gathered",
+}
+
+
+@pytest.mark.parametrize("lost", WARNINGS)
+def test_a_warning_once_of_what_is_lost(caplog, lost):
+    ranks._warned.clear()
+    with fake_world(2), caplog.at_level(logging.WARNING, "shardkit"):
+        model = shard_model(net(), ignored_params=["0.bias"], reshard_after_forward=False)
+        caplog.clear()
+        if lost == "hook":
+            model[2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
+        elif lost == "forward":
+            model[2].register_forward_pre_hook(lambda module, _: nn.init.ones_(module.weight).sum() and None)
+        elif lost in ("head", "layer"):
+            model[2 if lost == "head" else 1] = nn.Linear(4, 4)
+        optimizers = [AdamW(model.parameters()) for _ in range(2)]
+        if lost == "program":
+            model(torch.rand(2, 4))  # as an evaluation with grad, which leaves the root gathered
+            nn.init.ones_(model[2].weight)
+        for optimizer in optimizers * 2:
+            backward(model)
+            optimizer.step()
+    (text,) = caplog.messages
+    assert re.match(WARNINGS[lost], text)
 
 
 class Experts(nn.Module):

@@ -78,10 +78,7 @@ def test_a_fake_world_has_the_rank_asked_for_and_ends_with_the_block():
 
 def test_fake_worlds_cannot_be_nested():
     with fake_world(4):
-        with (
-            pytest.raises(ShardkitError, match=r"found a process group of 4 ranks \(fake\)\. .*destroy"),
-            fake_world(2),
-        ):
+        with pytest.raises(ValueError, match="twice"), fake_world(2):
             pass
         assert dist.get_world_size() == 4
     assert not dist.is_initialized()
@@ -232,8 +229,6 @@ def test_a_group_of_some_ranks_compares_only_its_own():
 
 
 def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(ShardkitError, match="found no process group"):
-        assert_same_on_all_ranks(b"")
     with fake_world(2):
         sharded = fully_shard(nn.Linear(2, 2)).weight
         for value, kind in ((sharded, "DTensor"), ([1], "list")):

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.apply.mesh import ensure_process_group
-from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin import optimizers
 from shardkit.fsdp1.dropin.record import Record, is_wrapper
 from shardkit.fsdp1.translate import translate
@@ -36,7 +35,6 @@ def construct(module: nn.Module, given: Arguments, wrap: Wrap) -> Record:
     """
     ensure_process_group()
     wrapped = [fqn for fqn, child in module.named_modules() if is_wrapper(child) and child is not module]
-    _check(module, given, wrapped)
     given = _with_node(given)
     if is_wrapper(module) or next(module.parameters(), None) is None:
         return _without_parameters(given)
@@ -64,17 +62,6 @@ def _put_in_place(module: nn.Module, given: Arguments, translation: Translation,
         for name, child in parent._modules.items():
             if child is not None and child in wrappers:
                 parent._modules[name] = wrappers[child]
-
-
-def _check(module: nn.Module, given: Arguments, wrapped: list[str]) -> None:
-    """Raise TranslationError for what FSDP1 refused too."""
-    if given.auto_wrap_policy is not None and (is_wrapper(module) or wrapped):
-        found = "(root)" if is_wrapper(module) else wrapped[0]
-        problem = f"is given, and FSDP wraps {found} already"
-        rule = "FSDP auto wrapping requires modules to not already have FSDP applied"
-        raise TranslationError(
-            message("auto_wrap_policy", problem, rule, "Leave out the policy or the inner FSDP(...)")
-        )
 
 
 def _without_parameters(given: Arguments) -> Record:

@@ -22,7 +22,6 @@ from shardkit.fsdp1.dropin.construct import construct
 from shardkit.fsdp1.dropin.record import (
     KEY,
     WRAPPED,
-    DropinRuntimeError,
     Record,
     Unavailable,
     UnavailableAttribute,
@@ -177,11 +176,8 @@ class FullyShardedDataParallel(nn.Module):
 
         As in FSDP1, gradients are added up in ``param_dtype``, and SHARD_GRAD_OP gathers parameters once a step.
         Inside, ``p.grad`` can be cleared, and any other use raises; FSDP1 showed full-size gradients there.
-
-        Raises:
-            RuntimeError: it is not the root.
         """
-        _check_root(self, "no_sync()")
+        roots.begin(self)
         sharded = sharded_of(self)
         if sharded is not None:
             _fsdp.initialize(sharded)
@@ -203,11 +199,8 @@ class FullyShardedDataParallel(nn.Module):
         Returns:
             The norm of all gradients as one vector: a 0-d plain tensor in the dtype that they promote to, equal on
             all ranks.
-
-        Raises:
-            RuntimeError: it is not the root.
         """
-        _check_root(self, "clip_grad_norm_()")
+        roots.begin(self)
         params = sharded_parameters(self)
         dtypes = [param.grad.dtype for param in params if param.grad is not None]
         tensors.as_dtensors(params)
@@ -266,13 +259,6 @@ def _adopt(wrapper: FullyShardedDataParallel, module: nn.Module, record: Record)
     wrapper.register_module(WRAPPED, module)
     state.attach(wrapper)
     tensors.adopt(module)
-
-
-def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:
-    if not roots.begin(wrapper):
-        rule = f"`{method}` should only be called on the root FSDP instance"
-        problem = "was called on an inner FSDP instance"
-        raise DropinRuntimeError(message(method, problem, rule, "Call it on the whole model"))
 
 
 def _attribute(wrapper: nn.Module, module: object, name: str) -> Any:

@@ -14,22 +14,21 @@ from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
-    StateDictType,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._fsdp.fsdp1 import is_sharded_tensor
 from shardkit._torch.dispatch import tree_map
-from shardkit.errors import TranslationError, listing, message
+from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin import optimizers
 from shardkit.fsdp1.dropin.record import Unavailable, record_of, wrappers_of
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
 from shardkit.ranks import groups_of, together
 from shardkit.shards import device_of, replicated
-from shardkit.state.model import clean_name, parameter_names
-from shardkit.state.optimizer import full_optimizer_state_dict, group_names, sharded_optimizer_state_dict
-from shardkit.state.optimizer_load import install, load_full_optimizer_state_dict
+from shardkit.state.model import parameter_names
+from shardkit.state.optimizer import full_optimizer_state_dict, sharded_optimizer_state_dict
+from shardkit.state.optimizer_load import by_name, check_names, install, load_full_optimizer_state_dict
 
 _FSDP = "FullyShardedDataParallel"
 
@@ -43,8 +42,8 @@ def optim_state_dict(
     """Return a copy of the optimizer's state by name, full or sharded as ``state_dict_type`` says.
 
     ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. FULL gives full tensors, with
-    ``rank0_only`` on the lowest rank alone (``{}`` on others); SHARDED gives DTensors; each on the CPU unless
-    ``offload_to_cpu=False``. Parameters without state have no entry. **Collective** if FULL.
+    ``rank0_only`` on the lowest rank alone (``{}`` on others); SHARDED and LOCAL give DTensors; each on the CPU
+    unless ``offload_to_cpu=False``. Parameters without state have no entry. **Collective** if FULL.
 
     Args:
         model: the model, or a module around it.
@@ -53,10 +52,10 @@ def optim_state_dict(
         group: ignored; the model's parameters say which ranks hold it.
 
     Raises:
-        TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped.
+        TranslationError: no part of the model is wrapped.
         ShardkitError: the optimizer holds tensors that are not in the model.
     """
-    return _save(model, optim, _config(model), optim_state_dict)
+    return _save(model, optim, _config_of(model), optim_state_dict)
 
 
 def full_optim_state_dict(
@@ -102,13 +101,13 @@ def optim_state_dict_to_load(
         group: ignored.
 
     Raises:
-        TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped, or an optimizer with named state.
+        TranslationError: no part of the model is wrapped, or an optimizer with named state.
         ShardkitError: the dict does not fit the optimizer; all names that only one side has.
     """
     if is_named_optimizer:
         fix = "Pass the torch.optim.Optimizer that it wraps, or use load_full_optimizer_state_dict"
         raise Unavailable(message("is_named_optimizer=True", "is not supported", "State is loaded by number", fix))
-    from_rank0 = getattr(_config(model), "rank0_only", False)
+    from_rank0 = getattr(_config_of(model), "rank0_only", False)
     result = _to_load(model, optim, optim_state_dict, from_rank0=from_rank0)
     if load_directly:
         optim.load_state_dict(result)
@@ -160,15 +159,11 @@ def _warn(name: str, replacement: str, optim_input: object = None) -> None:
         raise Unavailable(message("optim_input", "is not supported", rule, "Leave it out, and pass optim"))
 
 
-def _config(model: nn.Module) -> OptimStateDictConfig:
+def _config_of(model: nn.Module) -> OptimStateDictConfig:
     found = get_state_dict_type(model)
     if found is None:
         fix = "Wrap it by FullyShardedDataParallel, or use shardkit.full_optimizer_state_dict"
         raise TranslationError(message("model", "has no part that is wrapped", "", fix))
-    if found.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        rule = "It is the state of a model only, each rank's shards, as of FSDP1"
-        fix = "Use StateDictType.SHARDED_STATE_DICT, or save optim.state_dict() on each rank"
-        raise Unavailable(message("LOCAL_STATE_DICT", "is not a form of optimizer state", rule, fix))
     return found.optim_state_dict_config
 
 
@@ -221,27 +216,12 @@ def _to_load(
         return stand_in.packed  # type: ignore[return-value]
     names = parameter_names(model)
     params = {fqn: param for param, fqn in names.items()}
-    own = {fqn for group in group_names(stand_in, names) for fqn in group}
-    if (
-        not given
-        or not {"state", "param_groups"} <= given.keys()
-        or not all(isinstance(k, str) for k in given["state"])
-    ):
-        rule = "State is by name: numbers depend on the order in which an optimizer was given its parameters"
-        fix = "Pass the result of FSDP.optim_state_dict(model, optim)"
-        raise TranslationError(message("optim_state_dict", "is not an optimizer's state by name", rule, fix))
-    groups = [{**group, "params": [*map(clean_name, group["params"])]} for group in given["param_groups"]]
-    if differ := own.symmetric_difference(fqn for group in groups for fqn in group["params"]):
-        rule = "The dict and the optimizer must have the same parameters"
-        fix = "Build the optimizer from the same parameters"
-        raise TranslationError(message("optim_state_dict", f"does not fit: {listing(sorted(differ))}", rule, fix))
-    entries = {clean_name(key): entry for key, entry in given["state"].items()}
+    found = by_name(given or {})
+    check_names([stand_in], names, found)
     state = {
-        fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()}
-        for fqn, entry in entries.items()
-        if fqn in own
+        fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()} for fqn, entry in found["state"].items()
     }
-    install([stand_in], names, {"state": state, "param_groups": copy.deepcopy(groups)})
+    install([stand_in], names, {"state": state, "param_groups": copy.deepcopy(found["param_groups"])})
     return stand_in.packed  # type: ignore[return-value]
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardkit._fsdp.fsdp1 import full_precision_classes
-from shardkit.errors import ShardkitError, TranslationError, message
+from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.translate import casts_inputs
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation
@@ -138,14 +138,6 @@ def in_full_precision(wrapper: nn.Module) -> bool:
 
 
 # Errors that are also of the class that FSDP1 raised, because programs catch that one.
-
-
-class DropinRuntimeError(ShardkitError, RuntimeError):
-    """A RuntimeError too."""
-
-
-class DropinAssertionError(ShardkitError, AssertionError):
-    """An AssertionError too."""
 
 
 class Unavailable(TranslationError, RuntimeError):

@@ -28,11 +28,8 @@ from torch.distributed.tensor import DTensor
 from shardkit import _fsdp
 from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, is_sharded_tensor
 from shardkit._torch import local_tensor, state_dict_metadata, with_state_dict_metadata
-from shardkit.errors import message
 from shardkit.fsdp1.dropin.record import (
     WRAPPED,
-    DropinAssertionError,
-    DropinRuntimeError,
     inner_of,
     record_of,
     sharded_of,
@@ -69,11 +66,12 @@ def set_state_dict_type(
         The settings before; None where there is no wrapper.
 
     Raises:
-        RuntimeError: a config of another type than ``state_dict_type``.
-        AssertionError: wrappers had different settings before, so there is no one answer.
         TranslationError: the model is sharded, but not wrapped.
     """
-    settings = _checked(state_dict_type, state_dict_config, optim_state_dict_config)
+    config, optim_config = _CONFIGS[state_dict_type]
+    settings = StateDictSettings(
+        state_dict_type, state_dict_config or config(), optim_state_dict_config or optim_config()
+    )
     before = get_state_dict_type(module)
     for wrapper in wrappers_of(module):
         record_of(wrapper).state_dict_settings = replace(settings)
@@ -81,19 +79,13 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-    """Return what ``set_state_dict_type`` set for the wrappers at and below ``module``; None without one. Local.
+    """Return what ``set_state_dict_type`` set for the first wrapper at or below ``module``; None without one. Local.
 
     Raises:
-        AssertionError: they differ.
         TranslationError: the model is sharded, but not wrapped.
     """
-    settings = [record_of(each).state_dict_settings for each in wrappers_or_refuse(module, "state_dict_type")]
-    if any(each != settings[0] for each in settings):
-        rule = "All FSDP modules must have the same state dict settings"
-        different = ", ".join(dict.fromkeys(map(str, settings)))
-        text = message("state_dict_type", f"differs: {different}", rule, "Set the type on the whole model")
-        raise DropinAssertionError(text)
-    return settings[0] if settings else None
+    found = wrappers_or_refuse(module, "state_dict_type")
+    return record_of(found[0]).state_dict_settings if found else None
 
 
 @contextmanager
@@ -117,22 +109,6 @@ def state_dict_type(
     finally:
         for record, settings in zip(records, before, strict=True):
             record.state_dict_settings = settings
-
-
-def _checked(
-    kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
-) -> StateDictSettings:
-    if kind not in _CONFIGS:
-        problem = f"must be a member of torch.distributed.fsdp.StateDictType, got {kind!r}"
-        raise DropinRuntimeError(message("state_dict_type", problem, "", "Pass StateDictType.FULL_STATE_DICT"))
-    wanted, optim_wanted = _CONFIGS[kind]
-    settings = StateDictSettings(kind, config or wanted(), optim_config or optim_wanted())
-    for name, expected in (("state_dict_config", wanted), ("optim_state_dict_config", optim_wanted)):
-        found = type(getattr(settings, name))
-        if found is not expected:
-            problem = f"must be a {expected.__name__} for {kind}, got {found.__name__}"
-            raise DropinRuntimeError(message(name, problem, "", f"Pass {expected.__name__}(), or None"))
-    return settings
 
 
 # ---- state_dict() -----------------------------------------------------------------------------------------------
@@ -282,20 +258,16 @@ def summon_full_params(
         with_grads: with gradients.
 
     Raises:
-        AssertionError: inside a forward, a backward or another such context.
+        ShardkitError: inside a forward or a backward.
         TranslationError: the model is sharded, but not wrapped.
     """
     found = wrappers_or_refuse(module, "summon_full_params")
     wrappers = [each for each in found if recurse or each is module]
-    records = [record_of(each) for each in wrappers]
-    if any(record.summoned for record in records):
-        raise _in_use("when already unsharding parameters", "Leave out the inner context")
-    if any(map(_fsdp.is_under_way, wrappers)):
-        raise _in_use("during forward/backward", "Call it before or after")
     if not wrappers:
         yield
         return
-    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in records) and not rank0_only
+    records = [record for record in map(record_of, wrappers) if not record.summoned]  # others are in an outer context
+    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in map(record_of, wrappers)) and not rank0_only
     if not recurse and (sharded := sharded_of(wrappers[0])) is not None:
         _fsdp.initialize(sharded)  # as a root: units inside it then gather themselves as parts of it
     for record in records:
@@ -325,8 +297,3 @@ def apply(wrapper: nn.Module, fn: Callable[[nn.Module], None]) -> None:
 
     with summon_full_params(wrapper):
         visit(wrapper)
-
-
-def _in_use(when: str, fix: str) -> DropinAssertionError:
-    rule = "Parameters cannot be exchanged while they are in use"
-    return DropinAssertionError(message("summon_full_params", f"was called {when}", rule, fix))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError, TranslationError, listing, message
-from shardkit.fsdp1.translate.arguments import Arguments, Decided, check_arguments, check_unwrapped, device_of, notes_on
+from shardkit.fsdp1.translate.arguments import Arguments, Decided, check_unwrapped, device_of, notes_on
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped, ignored_fqns, ignored_of, wrapped_by
 from shardkit.fsdp1.translate.shard import ParamInitFn, Translation, cast_buffers, shard_translated
 from shardkit.fsdp1.translate.strategy import RESHARDING, groups_to_agree, parse_strategy, place_of
@@ -106,10 +106,9 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
     tree = ModelTree(model)
     check_unwrapped(tree)
     check_unsharded(tree, given.device_mesh if isinstance(given.device_mesh, DeviceMesh) else None, apart)
-    check_arguments(given)
     strategy = parse_strategy(given.sharding_strategy)
     place = place_of(strategy, given.process_group, given.device_mesh, given.ranks_per_node, given.world_size)
-    ignored = ignored_of(tree, given.ignored_modules, given.ignored_states)
+    ignored = ignored_of(given.ignored_modules, given.ignored_states)
     wrapped = wrapped_by(tree, given.auto_wrap_policy, given.mixed_precision, ignored, given.for_policies())
     below = (entry for fqn in apart for entry in tree.subtree(tree.places[fqn]))
     left_alone = ignored_fqns(tree, ignored).union(fqn for entry in below for fqn in tree.owned[entry])
@@ -182,14 +181,12 @@ _AXES = {"FULL_SHARD": 1, "SHARD_GRAD_OP": 1, "NO_SHARD": 0, "HYBRID_SHARD": 2, 
 
 
 def _check_own(tree: ModelTree, each: Wrapped, strategy: fsdp.ShardingStrategy) -> None:
-    own = {name: value for name, value in each.arguments.items() if name in (*_OF_A_UNIT, *_FSDP2S_OWN)}
-    others = [name for name in each.arguments if name not in own]
+    others = [name for name in each.arguments if name not in (*_OF_A_UNIT, *_FSDP2S_OWN)]
     fqn, rule = tree.fqns[each.entry], "Only reshard_after_forward and the policies can differ between units of a plan"
     if others:
         problem = f"sets {listing(others)} for {fqn} alone"
         raise TranslationError(message("auto_wrap_policy", problem, rule, "Pass it for the whole model"))
-    check_arguments(Arguments(**own))
-    other = parse_strategy(own.get("sharding_strategy", strategy))
+    other = parse_strategy(each.arguments.get("sharding_strategy", strategy))
     if _AXES[other.name] != _AXES[strategy.name]:
         problem = f"sets {other.name} for {fqn} in {strategy.name}"
         fix = "Use strategies of one mesh, or call fully_shard on these modules with a mesh of their own"

@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped
-from shardkit.fsdp1.translate.strategy import HYBRID, RESHARDING, check_ranks
+from shardkit.fsdp1.translate.strategy import HYBRID, RESHARDING
 from shardkit.plan import ShardingPlan
 from shardkit.planning.tree import ModelTree
 from shardkit.ranks import accelerator
@@ -65,17 +65,6 @@ class Arguments:
         ours = ("ignored_modules", "ranks_per_node", "world_size")
         given = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ours}
         return given | {"auto_wrap_policy": None}
-
-
-def check_arguments(given: Arguments) -> None:
-    """Raise TranslationError for arguments that FSDP1 would not take either, or that FSDP2 cannot do."""
-    for name, kind in (("cpu_offload", fsdp.CPUOffload), ("mixed_precision", fsdp.MixedPrecision)):
-        value = getattr(given, name)
-        if not isinstance(value, (kind, type(None))):
-            raise TranslationError(message(name, f"must be None or a {kind.__name__}, got {shown(value)}", "", ""))
-    for name in ("world_size", "ranks_per_node"):
-        if getattr(given, name) is not None:
-            check_ranks(name, getattr(given, name))
 
 
 def check_unwrapped(tree: ModelTree) -> None:

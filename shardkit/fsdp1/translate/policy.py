@@ -52,9 +52,9 @@ def wrapped_by(
     """
     if policy is None:
         return []
-    policy = _as_policy(policy)
     classes = () if mixed_precision is None else full_precision_classes(mixed_precision)
     try:
+        policy = _as_policy(policy)
         if isinstance(policy, FSDP1Policy):
             found = _ask_once(tree.modules[0], policy, ignored, arguments, classes)
         else:
@@ -73,13 +73,7 @@ def wrapped_by(
 
 def _as_policy(policy: Any) -> Any:
     given = [policy] if isinstance(policy, type) else policy
-    classes = given if isinstance(given, (set, frozenset, list, tuple)) else ()
-    if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
-        return ModuleWrapPolicy(set(classes))
-    if isinstance(policy, FSDP1Policy) or (callable(policy) and not isinstance(policy, (type, nn.Module))):
-        return policy
-    kinds = "a ModuleWrapPolicy, a CustomPolicy, a callable (module, recurse, nonwrapped_numel), or module classes"
-    raise _error("auto_wrap_policy", f"must be {kinds}, got {policy!r}", "Use ModuleWrapPolicy({MyBlock})")
+    return ModuleWrapPolicy(set(given)) if isinstance(given, (set, frozenset, list, tuple)) else policy
 
 
 def _ask_once(
@@ -122,21 +116,13 @@ def _ask_each(
     return found
 
 
-def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ignored:
+def ignored_of(ignored_modules: Any, ignored_states: Any) -> Ignored:
     """Return what FSDP1 would ignore: the modules with all below them, and their or the given parameters."""
-    if ignored_modules is not None and ignored_states is not None:
-        raise _error("ignored_states", "is given together with ignored_modules", "Pass ignored_states alone")
-    states = [] if ignored_states is None else list(ignored_states)
+    states = [*(ignored_modules or ()), *(ignored_states or ())]
     params = [state for state in states if isinstance(state, nn.Parameter)]
-    if params and len(params) < len(states):
-        raise _error("ignored_states", "has parameters and modules", "Pass either parameters or modules")
-    modules = list(ignored_modules) if ignored_modules is not None else [] if params else states
+    modules = [state for state in states if not isinstance(state, nn.Parameter)]
     below = frozenset(inner for module in modules for inner in module.modules())
-    ignored = Ignored(below, frozenset(params).union(param for module in modules for param in module.parameters()))
-    if tree.params and ignored.params.issuperset(tree.params.values()):
-        name = "ignored_modules" if ignored_modules is not None else "ignored_states"
-        raise _error(name, "has every parameter of the model", "Leave some parameters to shard")
-    return ignored
+    return Ignored(below, frozenset(params).union(param for module in modules for param in module.parameters()))
 
 
 def ignored_fqns(tree: ModelTree, ignored: Ignored) -> frozenset[str]:

@@ -134,10 +134,6 @@ def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
 
 
 def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
-    if not isinstance(mesh, DeviceMesh):
-        raise _error("device_mesh", f"must be a DeviceMesh, got a {type(mesh).__name__}", "Use init_device_mesh")
-    if mesh.get_coordinate() is None:
-        raise _error("device_mesh", f"does not include rank {dist.get_rank()}", "Shard on its ranks only")
     shape = f"has the shape {tuple(mesh.shape)}"
     if strategy.name in HYBRID and mesh.ndim != 2:
         fix = "Use init_device_mesh(device, (nodes, ranks_per_node))"

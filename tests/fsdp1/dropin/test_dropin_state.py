@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -120,16 +119,6 @@ def test_settings():
         assert FSDP.get_state_dict_type(model) == start
         raise KeyError
     assert FSDP.get_state_dict_type(model) == wanted
-    for arguments in ((FULL, LocalStateDictConfig()), (FULL, None, ShardedOptimStateDictConfig()), ("full",)):
-        with pytest.raises(RuntimeError, match=r"state_dict_config must be a|got 'full'"):
-            FSDP.set_state_dict_type(model, *arguments)
-        assert FSDP.get_state_dict_type(model) == wanted
-    FSDP.set_state_dict_type(model.blocks[0], FULL)
-    for call in (FSDP.get_state_dict_type, lambda model: FSDP.set_state_dict_type(model, FULL)):
-        with pytest.raises(AssertionError, match="same state dict settings"):
-            call(model)
-    with pytest.raises(AssertionError, match="same state dict settings"):
-        model.state_dict()
     plain = nn.Linear(2, 2)
     with FSDP.state_dict_type(plain, SHARDED):
         assert FSDP.get_state_dict_type(plain) is None

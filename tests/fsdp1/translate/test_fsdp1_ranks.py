@@ -85,7 +85,6 @@ def test_groups_that_do_not_fit_are_refused():
         "str for FULL_SHARD": {"process_group": "world"},
         r"shape \(4,\), but HYBRID_SHARD": {"device_mesh": line, "sharding_strategy": 4},
         r"shape \(2, 2\), but SHARD_GRAD_OP": {"device_mesh": hybrid_mesh(), "sharding_strategy": 2},
-        "device_mesh must be a DeviceMesh, got a list": {"device_mesh": [0, 1]},
     }.items():
         model = Decoder()
         before = snapshot(model)
@@ -213,7 +212,7 @@ def test_what_one_rank_is_told_otherwise_is_an_error_on_all():
     fails(PlanError, "rank 2 differs from rank 0 in sync_module_states", model, sync_module_states=odd)
     precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16 if odd else torch.float32)
     fails(PlanError, "rank 2 differs from rank 0 in buffer_dtype", model, mixed_precision=precision)
-    with pytest.raises(TranslationError if odd else PlanError, match="auto_wrap_policy must be"):
+    with pytest.raises(TranslationError if odd else PlanError, match="auto_wrap_policy 3 raised TypeError"):
         shard_like_fsdp1(model, auto_wrap_policy=3 if odd else None)
     if odd:
         model.register_buffer("more", torch.ones(2))
