@@ -255,7 +255,7 @@ def _select(
     selections, tie_notes = join_ties(tree, selections, ignored)
     for names in (listing(tree.fqns[entry] for entry in each.entries) for each in selections if len(each.entries) > 1):
         notes.append(f"{names}: share a parameter, so are one unit; FSDP1 gathered it for the first of them only")
-    selections, dtype_notes = split_dtypes(tree, selections, ignored)
+    selections, _, dtype_notes = split_dtypes(tree, selections, ignored)
     selections, empty_notes = _without_params(tree, selections, ignored)
     return selections, notes + tie_notes + dtype_notes + empty_notes
 
