@@ -73,7 +73,7 @@ def split_dtypes(
     """
     taken_out: list[int] = []
     left: list[str] = []
-    while not tree.trains_one_dtype:
+    while len({spec.dtype for spec in tree.specs.values() if spec.trainable}) > 1:
         params, _ = assign(tree, [selection.entries for selection in selections], ignored)
         trained = [_by_dtype(tree, owned) for owned in params]
         left = [fqn for by_dtype in trained for fqns in [*by_dtype.values()][1:] for fqn in fqns]
