@@ -150,7 +150,7 @@ def _decide(model: nn.Module, request: Request) -> tuple[ShardingPlan, ModelTree
         return build_plan(tree, mesh, request), tree
     from shardkit.memory.dry_run import plan_checked
 
-    by_default = select(tree, request.rules).by_default
+    by_default = select(tree, request.units).by_default
     return plan_checked(tree, lambda: build_plan(tree, mesh, request), request.example_batch, by_default), tree
 
 

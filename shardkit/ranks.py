@@ -132,13 +132,8 @@ def agree(values: Mapping[str, Any], groups: Groups, call: str, fix: str = "Make
 
     The values, which JSON must be able to write, are sent only if they differ.
     """
-    if not all_equal(values, groups):
+    if not each_equal([values], groups)[0]:
         raise ShardkitError(_unequal(values, groups, call, fix))
-
-
-def all_equal(value: Any, groups: Groups) -> bool:
-    """Return whether all ranks pass the same JSON-ready value. Collective: one all-reduce of 16 bytes per group."""
-    return each_equal([value], groups)[0]
 
 
 def each_equal(values: Iterable[Any], groups: Groups) -> list[bool]:

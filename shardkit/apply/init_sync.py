@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import FakeTensor, has_own_dispatch, local_tensor, plain_attributes
 from shardkit.errors import PlanError, listing, message
-from shardkit.ranks import Groups, all_equal, both_ways, gather_by_rank, groups_of, highest, raise_together
+from shardkit.ranks import Groups, both_ways, each_equal, gather_by_rank, groups_of, highest, raise_together
 
 SAMPLED = 8  # elements of each tensor, evenly from its first to its last
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,6 +23,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def states_of(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
     """Return the parameters except ``ignored`` ones, and the buffers, each once, by name. Local, pure."""
+    ignored = set(ignored)
     params = ((fqn, param) for fqn, param in model.named_parameters() if fqn not in ignored)
     buffers = sorted(model.named_buffers())  # ranks may register them in another order
     return dict(chain[tuple[str, Tensor]](params, buffers))
@@ -70,7 +71,7 @@ def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: b
     samples: list[Any] = _samples(states.values())
     if sync_module_states:  # only the place matters, since the values are overwritten
         samples = [sample is None for sample in samples]
-    if all_equal(samples, groups):
+    if each_equal([samples], groups)[0]:
         return None
     both = [(-1, -1 << 63) if sample is None else both_ways(sample) for sample in samples]
     ends = highest(list(chain(*both)), groups)  # of each over all ranks, without those on meta

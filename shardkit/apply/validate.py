@@ -116,10 +116,10 @@ def _pinned(plan: ShardingPlan) -> Iterator[str]:
 
 def _same_memory(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Two parameters in the same memory train as one; sharding copies each, so their values would diverge."""
-    starts: dict[int, str] = {}
+    starts, ignored = dict[int, str](), set(plan.ignored)
     for fqn, param in tree.params.items():
         # Tensor subclasses, such as DTensors and quantized weights, have no memory of their own to look at.
-        has_memory = type(param) is nn.Parameter and param.numel() and not param.is_meta and fqn not in plan.ignored
+        has_memory = type(param) is nn.Parameter and param.numel() and not param.is_meta and fqn not in ignored
         first = starts.setdefault(param.data_ptr(), fqn) if has_memory else fqn
         if first != fqn:
             problem = f"is in the same memory as {first}, but is another Parameter"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit._torch import local_tensor, plain_attributes, sharded_parameters
+from shardkit._torch import plain_attributes, sharded_parameters
 from shardkit._torch.steps import (
     by_device_and_dtype,
     foreach_mul_,
@@ -29,9 +27,7 @@ from shardkit._torch.steps import (
 )
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import collective_device, note
-
-Kinds: TypeAlias = list[list[Tensor]]  # local tensors, in lists of one device and dtype
-dtype_of = attrgetter("dtype")
+from shardkit.shards import device_of
 
 
 @torch.no_grad()
@@ -85,20 +81,14 @@ def clip_grad_norm_(
     note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
     with plain_attributes():
         grads = [param.grad for param in params]
-        if steps_in_backward(param for param, grad in zip(params, grads, strict=True) if grad is None):
-            problem = "are stepped in backward, after which they have no gradients"
-            rule = "A norm of all gradients needs all of them at once"
-            fix = "Do not clip, or use an optimizer that steps after backward instead of optimizer_in_backward"
-            raise ShardkitError(message("parameters", problem, rule, fix))
-        buckets, plain, kinds = _local(params, grads)
-        norm = _total_norm(params, buckets, plain, p, group)
+        norm = _total_norm(params, grads, p, group)
     if error_if_nonfinite and not norm.isfinite():
         problem = f"have the norm {norm.item()} of order {p:g}, and error_if_nonfinite=True"
         fix = "Skip this step, or lower the loss scale or learning rate"
         raise ShardkitError(message("gradients", problem, "No gradient was changed", fix))
     # Also by a factor of 1: to look at it would wait for the device.
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for same in kinds:
+    for same in by_device_and_dtype(grads):
         foreach_mul_(same, factor.to(same[0].device))
     return norm
 
@@ -116,17 +106,11 @@ def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tenso
 
 @dataclass(eq=False)
 class _Bucket:
-    """Local gradients of one mesh and its placements; ``device`` is where the mesh reduces."""
+    """Local gradients of one mesh and its placements."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    device: torch.device
     grads: list[Tensor] = field(default_factory=list)
-
-    @cached_property
-    def kinds(self) -> Kinds:
-        """The gradients, once all are in ``grads``."""
-        return by_device_and_dtype(self.grads)
 
     def axes(self, *, sharding: bool) -> list[dist.ProcessGroup]:
         """Return the axes that shard, or those that do not."""
@@ -134,53 +118,46 @@ class _Bucket:
         return [axis for axis, place in axes if axis.size() > 1 and place.is_replicate() is not sharding]
 
 
-def _local(params: list[Any], grads: list[Tensor | None]) -> tuple[list[_Bucket], Kinds, Kinds]:
-    """Return buckets of this rank's parts of gradients, the plain gradients, and the memory of all to scale.
-
-    There is a bucket for each mesh that this rank is in and its placements, also without gradients.
-    """
-    buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Bucket] = {}
-    bucket: _Bucket | None = None
-    plain: list[Tensor] = []
-    partial: list[DTensor] = []  # of tensor parallelism, whose parts have no norm of their own
-
-    def summed(grad: DTensor, param: Any) -> Tensor:
-        partial.append(grad)
-        return redistributed(grad, param)
-
-    layouts = placements_of(params)
-    for param, layout, grad in zip(params, layouts, local_tensors(grads, params, layouts, summed), strict=True):
-        if layout is None:
-            plain += [] if grad is None else [grad]
-            continue
-        if bucket is None or mesh_of(param) is not bucket.mesh or layout != bucket.placements:
-            mesh, device = mesh_of(param), local_tensor(param).device
-            where = device if device.type == mesh.device_type else torch.device(mesh.device_type)  # is offloaded
-            bucket = buckets.setdefault((mesh, layout), _Bucket(mesh, layout, where))  # to hash all would cost more
-        if grad is not None:
-            bucket.grads.append(grad)
-    found = [bucket for bucket in buckets.values() if bucket.mesh.get_coordinate() is not None]
-    kinds = by_device_and_dtype(plain)
-    return found, kinds, by_device_and_dtype(grads) if partial else [*kinds, *chain(*(each.kinds for each in found))]
-
-
-def _total_norm(
-    params: list[Tensor], buckets: list[_Bucket], plain: Kinds, p: float, group: dist.ProcessGroup | None
-) -> Tensor:
+def _total_norm(params: list[Tensor], grads: list[Tensor | None], p: float, group: dist.ProcessGroup | None) -> Tensor:
+    pairs = list(zip(params, grads, strict=True))
+    if steps_in_backward(param for param, grad in pairs if grad is None):
+        problem = "are stepped in backward, after which they have no gradients"
+        rule = "A norm of all gradients needs all of them at once"
+        fix = "Do not clip, or use an optimizer that steps after backward instead of optimizer_in_backward"
+        raise ShardkitError(message("parameters", problem, rule, fix))
+    plain = [grad for param, grad in pairs if not isinstance(param, DTensor) and grad is not None]
+    buckets = _buckets(params, grads)
     if buckets:
         has_plain = any(not isinstance(param, DTensor) for param in params)
         total = _mesh_power(buckets, plain, has_plain, p)
     elif group is None:
-        return nn.utils.get_total_norm([*chain(*plain)], p)
+        return nn.utils.get_total_norm(plain, p)
     else:
         total = _power_sum(plain, p, torch.device(collective_device(group)))
     if group is not None:
         total = _all_reduced(total, p, [group])
-    doubles = not {torch.float64, torch.complex128}.isdisjoint(map(dtype_of, params))
+    doubles = not {torch.float64, torch.complex128}.isdisjoint(map(attrgetter("dtype"), params))
     return (total if p == math.inf else total.pow(1 / p)).to(torch.float64 if doubles else torch.float32)
 
 
-def _mesh_power(buckets: list[_Bucket], plain: Kinds, has_plain: bool, p: float) -> Tensor:
+def _buckets(params: list[Any], grads: list[Tensor | None]) -> list[_Bucket]:
+    """Return a bucket for each mesh that this rank is in and its placements, also without gradients."""
+    buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Bucket] = {}
+    bucket: _Bucket | None = None
+    layouts = placements_of(params)
+    # Tensor parallelism may leave Partial gradients, whose parts have no norm of their own.
+    for param, layout, local in zip(params, layouts, local_tensors(grads, params, layouts, redistributed), strict=True):
+        if layout is None:
+            continue
+        if bucket is None or mesh_of(param) is not bucket.mesh or layout != bucket.placements:
+            mesh = mesh_of(param)
+            bucket = buckets.setdefault((mesh, layout), _Bucket(mesh, layout))  # to hash all would cost more
+        if local is not None:
+            bucket.grads.append(local)
+    return [bucket for bucket in buckets.values() if bucket.mesh.get_coordinate() is not None]
+
+
+def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p: float) -> Tensor:
     """Return the p-th power of the norm over all ranks of the parameters' meshes. Collective."""
     largest = max(buckets, key=lambda bucket: bucket.mesh.size())
     groups = largest.mesh.get_all_groups()
@@ -195,33 +172,32 @@ def _mesh_power(buckets: list[_Bucket], plain: Kinds, has_plain: bool, p: float)
     used = {axis for each in buckets if each not in parts for axis in each.axes(sharding=True)}
     axes = tuple(axis for axis in groups if axis.size() > 1 and (has_plain or parts or axis in used))
 
-    def share(kinds: Kinds, copies: Iterable[dist.ProcessGroup]) -> Tensor:
+    def share(grads: list[Tensor], copies: Iterable[dist.ProcessGroup]) -> Tensor:
         """What this rank adds to the sum, which counts each element as often as there are copies."""
-        power = _power_sum(kinds, p, largest.device)
+        power = _power_sum(grads, p, device_of(largest.mesh))
         return power if p == math.inf else power / math.prod(axis.size() for axis in copies)
 
     powers = [share(plain, axes)] if plain else []
     for each in buckets:
         is_own = each in parts  # otherwise the ranks along an axis that does not shard it hold the same
         copies = each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
-        powers.append(share(each.kinds, copies))
+        powers.append(share(each.grads, copies))
     stacked = torch.stack(powers)
     return _all_reduced(stacked.max() if p == math.inf else stacked.sum(), p, axes)
 
 
-def _power_sum(kinds: Kinds, p: float, device: torch.device) -> Tensor:
+def _power_sum(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Return the sum of ``|g| ** p`` over this rank's elements, or for p = inf the largest ``|g|``: float64, 0-d.
 
     Each tensor's own norm is float32 as in torch. Across tensors and ranks, float64 keeps squares from overflowing,
     and the order of the sum below the last bit of the float32 result.
     """
     norms = [torch.zeros(1, dtype=torch.float64, device=device)]
-    for same in kinds:
+    if p == math.inf:
+        grads = [grad for grad in grads if grad.numel()]  # an empty shard has no largest element
+    for same in by_device_and_dtype(grads):
         dtype = torch.promote_types(same[0].dtype, torch.float32)
-        if p == math.inf:
-            same = [grad for grad in same if grad.numel()]  # an empty shard has no largest element
-        if same:
-            norms.append(torch.stack(foreach_norm(same, p, dtype=dtype)).to(device, torch.float64))
+        norms.append(torch.stack(foreach_norm(same, p, dtype=dtype)).to(device, torch.float64))
     flat = torch.cat(norms)
     return flat.max() if p == math.inf else flat.pow(p).sum()
 

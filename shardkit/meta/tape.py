@@ -262,7 +262,8 @@ class Stream:
         """Return the position whose marker the generator holds; None if it was seeded, or numbers were drawn."""
         position = self.generator.initial_seed() - self._base
         known = 0 <= position < len(self.states)
-        return position if known and torch.equal(self.generator.get_state(), self._marker(position)) else None
+        marker = torch.Generator(self.generator.device).manual_seed(self._base + position)
+        return position if known and torch.equal(self.generator.get_state(), marker.get_state()) else None
 
     def enter(self) -> int:
         """Return the position where the generator is, which may be new, and give it that marker."""
@@ -290,9 +291,6 @@ class Stream:
         self.states.append(state)
         self.generator.manual_seed(self._base + len(self.states) - 1)
         return len(self.states) - 1
-
-    def _marker(self, position: int) -> Tensor:
-        return torch.Generator(self.generator.device).manual_seed(self._base + position).get_state()
 
 
 def hash_bytes(digest: Any, tensor: Tensor) -> None:

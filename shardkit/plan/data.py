@@ -201,9 +201,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def mp_policy_to_dict(policy: MixedPrecisionPolicy) -> dict[str, Any]:
     """Return the fields that differ from torch's defaults, dtypes by name."""
-    fields = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
-    default = MixedPrecisionPolicy()
-    return {name: _plain(value) for name, value in fields.items() if value != getattr(default, name)}
+    default = vars(MixedPrecisionPolicy())
+    return {name: _plain(value) for name, value in vars(policy).items() if value != default[name]}
 
 
 def skippable(plan: PlanData) -> set[ShardUnit]:
@@ -216,12 +215,9 @@ def skippable(plan: PlanData) -> set[ShardUnit]:
 
 def callers(plan: PlanData) -> dict[ShardUnit, list[ShardUnit]]:
     """Return the units that call those, in the order of the plan, each with all units that it calls."""
-    inside = skippable(plan)
-    if not inside:
-        return {}
-    found = {unit: list[ShardUnit]() for unit in plan.units}
+    inside, found = skippable(plan), {unit: list[ShardUnit]() for unit in plan.units}
     around = {fqn: unit for unit in plan.units for fqn in unit.modules}
-    for unit in plan.execution_order():
+    for unit in plan.execution_order() if inside else ():
         outer = next((around[fqn] for fqn in ancestors(unit.modules[0]) if fqn in around), None)
         if outer is not None:
             found[outer].append(unit)

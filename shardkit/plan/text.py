@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardkit.errors import listing
 from shardkit.plan.check import children_first
@@ -157,7 +157,15 @@ def _facts(plan: PlanData, shared: set[str]) -> dict[str, str]:
     return facts | {f"parameter {spec.fqn}": repr(spec[1:]) for spec in plan.params}
 
 
-_CHECKPOINT = """
+_IMPORTS = {
+    "torch.distributed.device_mesh": "init_device_mesh",
+    "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy fully_shard register_fsdp_forward_method",
+    "torch.distributed.tensor": "Shard",
+    "torch.utils.checkpoint": "checkpoint CheckpointPolicy create_selective_checkpoint_contexts",
+}
+_HELPERS = {}  # functions for the code, by how it uses them
+
+_HELPERS["checkpoint_forward("] = """
 def checkpoint_forward(module, **options):
     # Backward runs forward again, and what it adds to buffers, such as running statistics, is added twice.
     module.forward = functools.wraps(module.forward)(
@@ -165,7 +173,7 @@ def checkpoint_forward(module, **options):
     )
 """
 
-_SELECTIVE = """
+_HELPERS["=selective)"] = """
 def selective():  # saves attention, unless it draws random numbers for dropout, and every other matrix product
     is_saved = itertools.cycle([True, False])
 
@@ -179,18 +187,7 @@ def selective():  # saves attention, unless it draws random numbers for dropout,
     return create_selective_checkpoint_contexts(policy)
 """
 
-_DIVIDE = """
-def divide_gradients(module, times):
-    # Experts' gradients hold the tokens of all ranks, but torch divides them by the ranks that reduce them.
-    def divide(gradient):
-        gradient.div_(times)
-        if gradient.is_cuda:
-            gradient.record_stream(torch.cuda.current_stream())
-
-    module.set_all_reduce_hook(divide)
-"""
-
-_COMPUTE_IN = """
+_HELPERS["compute_in("] = """
 def compute_in(module, dtype):
     # With its replicated parameters cast, as fully_shard casts by mp_policy.
     forward = module.forward
@@ -207,6 +204,17 @@ def compute_in(module, dtype):
                 params.update(own)
 
     module.forward = cast
+"""
+
+_HELPERS["divide_gradients("] = """
+def divide_gradients(module, times):
+    # Experts' gradients hold the tokens of all ranks, but torch divides them by the ranks that reduce them.
+    def divide(gradient):
+        gradient.div_(times)
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream())
+
+    module.set_all_reduce_hook(divide)
 """
 
 _PREFETCH = """
@@ -237,7 +245,7 @@ def python(plan: PlanData) -> str:
     runs = fold(plan.units, calls)
     if any(children_first(replace(plan, units=tuple(chain(*runs))))):  # loops would shard a module before its child
         runs = [[unit] for unit in plan.units]
-    lines = [*_header(plan), *_setup(plan), ""]
+    lines = [*_setup(plan), ""]
     if skipped := [unit.name for unit in plan.units if unit.may_skip]:
         where = f"each rank must call {listing(skipped, 6)} in every step, or the others wait"
         lines.append(f"# Not in this code: may_skip, which torch lacks; {where}.")
@@ -253,33 +261,25 @@ def python(plan: PlanData) -> str:
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         lines.append(f"register_fsdp_forward_method({_module(_quoted(fqn))}, {_quoted(method)})")
-    return "\n".join(lines) + "\n"
+    code = "\n".join(lines)
+    code = "".join(f"\n{helper}\n" for use, helper in _HELPERS.items() if use in code) + code
+    policies = {str(unit.checkpoint_activations).partition(":") for unit in plan.units}
+    return "\n".join([*_imports(code, sorted(module for module, colon, _ in policies if colon)), code, ""])
 
 
-def _header(plan: PlanData) -> Iterator[str]:
-    """Yield the imports, and the helpers that the code uses."""
-    checkpoints = {unit.checkpoint_activations for unit in plan.units} - {False}
-    policies = {each for each in checkpoints if isinstance(each, str)}
-    names = {"fully_shard", *(type(unit.offload_policy).__name__ for unit in plan.units if unit.offloads)}
-    names |= {"MixedPrecisionPolicy" for unit in plan.units if unit.mp_policy != MixedPrecisionPolicy()}
-    names |= {"register_fsdp_forward_method"} if plan.forward_methods else set()
-    modules = sorted({policy.partition(":")[0] for policy in policies - {"selective"}})
-    casts = bool(plan.replicated_modules())
-    standard = ["functools"] * bool(checkpoints or casts) + ["itertools"] * ("selective" in policies)
+def _imports(code: str, policies: Sequence[str]) -> Iterator[str]:
+    """Yield the imports of what the code uses; ``policies`` are the modules of policies for checkpointing."""
+
+    def used(names: str) -> list[str]:
+        return [name for name in names.split() if re.search(rf"(?<![\w.\"]){name}[(.,]", code)]
+
+    standard = used("functools itertools")
     yield from [*(f"import {name}" for name in standard), *[""] * bool(standard)]
-    yield from (f"import {name}" for name in ["torch", *modules])
-    yield from ["import torch.distributed as dist"] * bool(plan.replicated)
-    yield "from torch.distributed.device_mesh import init_device_mesh"
-    yield f"from torch.distributed.fsdp import {', '.join(sorted(names))}"
-    yield from ["from torch.distributed.tensor import Shard"] * any(unit.shard_dims for unit in plan.units)
-    selective = ["CheckpointPolicy"] * ("selective" in policies) + ["create_selective_checkpoint_contexts"] * bool(
-        policies
-    )
-    yield from [f"from torch.utils.checkpoint import {', '.join(['checkpoint', *selective])}"] * bool(checkpoints)
-    yield from ["", _CHECKPOINT] * bool(checkpoints)
-    yield from ["", _SELECTIVE] * ("selective" in policies)
-    yield from ["", _COMPUTE_IN] * casts
-    yield from ["", _DIVIDE] * any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units)
+    yield from (f"import {name}" for name in ["torch", *policies])
+    yield from (f"import torch.distributed as {name}" for name in used("dist"))
+    for module, names in _IMPORTS.items():
+        if found := used(names):
+            yield f"from {module} import {', '.join(found)}"
 
 
 def _quoted(name: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import operator
+import pkgutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,20 +48,12 @@ class Request:
     forward_methods: Iterable[str] = ()
     example_batch: Any = None
 
-    @property
-    def rules(self) -> Sequence[Rule] | None:
-        """The units as a list of rules. A Sequence that is neither list nor tuple is refused as a rule."""
-        units: Any = self.units
-        return units if units is None or isinstance(units, (list, tuple)) else [units]
-
     def check_not_given(self, memory_budget: object) -> None:
         """Raise PlanError if anything but a mesh was given, as beside a finished plan."""
-        defaults = {**vars(Settings()), "units": None, "ignored_params": None, "prefetch": 0, "forward_methods": ()}
-        values = {**vars(self.settings), **vars(self)}
-        others = {"memory_budget": memory_budget, "example_batch": self.example_batch}
-        given = [name for name, default in defaults.items() if values[name] != default]
-        given += [name for name, value in others.items() if value is not None]
-        if given:
+        values = {**vars(self.settings), **vars(self), "memory_budget": memory_budget}
+        defaults = {**vars(Settings()), **vars(Request()), "memory_budget": None}
+        asked = defaults.keys() - {"mesh", "settings"}
+        if given := [name for name in values if name in asked and values[name] is not defaults[name] != values[name]]:
             problem = f"was given together with {listing(given)}, and contains all settings"
             raise PlanError(message("plan", problem, "", "Pass plan=plan_model(...) alone, with a mesh if you like"))
 
@@ -72,7 +63,7 @@ def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPla
     settings = request.settings
     check_settings("", vars(settings))
     left_alone = _ignored_fqns(tree, request.ignored_params or ())
-    chosen = select(tree, request.rules)
+    chosen = select(tree, request.units)
     apart = chosen.replicated
     replicated = tree.unshardable.union(*(tree.owned[entry] for entry in apart))
     blocks, notes = None, list[str]()
@@ -138,9 +129,6 @@ def plan_of(
         _unit(tree, selection, tuple(params), tuple(inside[index]), settings if selection.entries == (0,) else inner)
         for index, (selection, params) in enumerate(zip(selections, owned, strict=True))
     )
-    if isinstance(methods, str):
-        problem, fix = f"must be a list of names, got the string {methods!r}", f"Pass forward_methods=[{methods!r}]"
-        raise PlanError(message("forward_methods", problem, "", fix))
     generate = ["generate"] * callable(getattr(tree.modules[0], "generate", None))
     trained = sorted(fqn for fqn in left_alone if tree.specs[fqn].trainable)
     note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
@@ -164,6 +152,8 @@ def plan_of(
 
 
 def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> frozenset[str]:
+    if not ignored_params:
+        return frozenset()
     aliases = {fqn: fqn for fqn in tree.params} | {alias: fqn for fqn, ties in tree.ties.items() for alias in ties}
     found = {each: aliases.get(each) if isinstance(each, str) else tree.names.get(id(each)) for each in ignored_params}
     unknown = [each if isinstance(each, str) else f"a {type(each).__name__}" for each in found if found[each] is None]
@@ -215,13 +205,13 @@ def _unit(
 
 def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Yield an error for each method that the plan names and that cannot gather parameters."""
-    units = {id(tree.modules[tree.places[fqn]]) for unit in plan.units for fqn in unit.modules if fqn in tree.places}
+    units = {fqn for unit in plan.units for fqn in unit.modules}
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         module = tree.modules[tree.places[fqn]] if fqn in tree.places else None
         if not callable(getattr(module, method, None)) or method == "forward":
             problem, fix = "which is not a method besides forward of a module in the model", "Correct the name"
-        elif id(module) not in units:
+        elif units.isdisjoint(tree.fqns[path] for path in tree.paths(tree.places[fqn])):
             problem = f"a method of {fqn}, which is not a unit"
             fix = f"Make {fqn} a unit with units=, or name a method of a unit or of the model that calls this one"
         else:
@@ -240,8 +230,7 @@ def named_model(given: str) -> nn.Module:
 
                 config = transformers.AutoConfig.from_pretrained(given)
                 return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
-            name, _, attribute = given.partition(":")
-            model: nn.Module = operator.attrgetter(attribute)(importlib.import_module(name))()
+            model: nn.Module = pkgutil.resolve_name(given)()
             return model
     except Exception as error:  # whatever the user's code raises
         problem = f"{given} cannot be built ({type(error).__name__}: {error})"

@@ -57,22 +57,21 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
 def _join_small(tree: ModelTree, blocks: Blocks) -> list[tuple[int, ...]]:
     """Return the blocks as units, where small neighbors are joined and a few that stay small are left out."""
     units: list[tuple[int, ...]] = []
-    for block in sorted(blocks.units()):
-        before = units[-1] if units else ()
-        if before and blocks.size(before) < blocks.small and _follows(tree, before[-1], block):
+    for block in sorted(each for outermost in blocks.outermost for each in blocks.cut(outermost)):
+        before, parent = units[-1] if units else (0,), tree.parents[block]
+        # Only in a Sequential, which calls one after the other: a unit reshards when all its modules have run.
+        follows = tree.ends[before[-1]] == block and tree.parents[before[-1]] == parent
+        if (
+            follows
+            and blocks.size(before) < blocks.small
+            and type(tree.modules[parent]).forward is nn.Sequential.forward
+        ):
             units[-1] = (*before, block)
         else:
             units.append((block,))
-    tiny = [unit for unit in units if blocks.size(unit) < blocks.small and not blocks.is_declared(unit[0])]
+    tiny = {unit for unit in units if blocks.size(unit) < blocks.small and not blocks.is_declared(unit[0])}
     few = sum(map(blocks.size, tiny)) <= FEW_SHARE * tree.numel[0]
     return [unit for unit in units if not (few and unit in tiny)]
-
-
-def _follows(tree: ModelTree, one: int, two: int) -> bool:
-    """Return whether one Sequential calls both, one after the other: a unit reshards when all its modules have run."""
-    container = tree.parents[two]
-    is_sequential = type(tree.modules[container]).forward is nn.Sequential.forward
-    return is_sequential and tree.ends[one] == two and tree.parents[one] == container
 
 
 def _find_large(tree: ModelTree, blocks: Blocks, outer: int, taken: Collection[int | None]) -> list[int]:
@@ -202,16 +201,13 @@ class Blocks:
         """Return whether the model names the class of this entry in ``_no_split_modules``."""
         return type(self._tree.modules[entry]).__name__ in self._declared
 
-    def units(self) -> list[int]:
-        """Return the outermost blocks; one above the limit is cut into blocks inside it."""
-        return [unit for block in self.outermost for unit in self._cut(block)]
-
-    def _cut(self, block: int) -> list[int]:
+    def cut(self, block: int) -> list[int]:
+        """Return the block, or the blocks inside it where it is above the limit."""
         numel = self._tree.numel
         inside = self._inside(block) if numel[block] > self.limit else []
         rest = numel[block] - self.size(inside)  # what is not in the inner ones, such as a stage's downsampling
         around = [block] * (not inside or rest >= CUT_REST * numel[0])
-        return [unit for inner in inside for unit in self._cut(inner)] + around
+        return [unit for inner in inside for unit in self.cut(inner)] + around
 
     def _smallest(self, block: int) -> list[int]:
         return [smallest for inner in self._inside(block) for smallest in self._smallest(inner)] or [block]
@@ -220,23 +216,18 @@ class Blocks:
         """Return the blocks that a block can be cut into: siblings of one class that are most of it; else none."""
         tree, module = self._tree, self._tree.modules[block]
         # Where the model declares blocks, such a block is cut only into others that the model declares.
-        among = self._declared if self.is_declared(block) else ()
-        inside = [inner for inner in self._outermost(block, among) if self._has_matrices(inner, 2)]
+        among = self._outermost(block, declared=self.is_declared(block))
+        inside = [inner for inner in among if self._has_matrices(inner, 2)]
         if len(inside) < 2:
             return inside if inside and self._inside(inside[0]) else []
         siblings = Counter((tree.parents[inner], type(tree.modules[inner])) for inner in inside)
         repeat = max(siblings.values()) > 1 or isinstance(module, _CONTAINERS)
         return inside if repeat and self.size(inside) >= CUT_COVER * tree.numel[block] else []
 
-    def _outermost(self, entry: int, among: Collection[str] = ()) -> list[int]:
-        """Return the outermost blocks below an entry, of classes with these names if any are given."""
-        found: list[int] = []
-        start, end = bisect_right(self._found, entry), self._tree.ends[entry]
-        for below in self._found[start : bisect_left(self._found, end)]:
-            is_inside = found and below < self._tree.ends[found[-1]]
-            if not is_inside and (not among or type(self._tree.modules[below]).__name__ in among):
-                found.append(below)
-        return found
+    def _outermost(self, entry: int, declared: bool = False) -> list[int]:
+        """Return the outermost blocks below an entry, or of those that the model declares."""
+        below = self._found[bisect_right(self._found, entry) : bisect_left(self._found, self._tree.ends[entry])]
+        return self._tree.outermost(each for each in below if not declared or self.is_declared(each))
 
     def _is_block(self, entry: int) -> bool:
         tree, module = self._tree, self._tree.modules[entry]
@@ -244,18 +235,15 @@ class Blocks:
             repeats = self._counts[type(module)] > 1 and self._has_matrices(entry, 2)
             return repeats and not isinstance(module, _CONTAINERS) and is_called(tree, entry)
         if not self.is_declared(entry):
-            if self._listed[type(module)] < 2 and not self._is_alone(entry):
+            container = tree.parents[entry]
+            is_alone = container + 1 == entry and tree.ends[entry] == tree.ends[container]
+            if self._listed[type(module)] < 2 and not (is_alone and isinstance(tree.modules[container], nn.ModuleList)):
                 return False
             # A stack of plain layers, such as an MLP in a Sequential: blocks only where the stack is most of the model.
-            is_large = 2 * tree.numel[tree.parents[entry]] > tree.numel[0] and self._has_matrices(entry, 1)
+            is_large = 2 * tree.numel[container] > tree.numel[0] and self._has_matrices(entry, 1)
             if not is_large and not any(tree.numel[child] for child in tree.children(entry)):
                 return False
         return is_called(tree, entry)
-
-    def _is_alone(self, item: int) -> bool:
-        container = self._tree.parents[item]
-        is_only = item == container + 1 and self._tree.ends[item] == self._tree.ends[container]
-        return is_only and isinstance(self._tree.modules[container], nn.ModuleList)
 
     def _has_matrices(self, entry: int, number: int) -> bool:
         """Return whether at least so many parameters at or below an entry have more than one long dim."""

@@ -36,7 +36,7 @@ def join_ties(
 def _join(tree: ModelTree, selections: list[Selection], sharing: Iterable[int]) -> tuple[list[Selection], list[str]]:
     """Join the units of the entries that share a parameter, or leave it to the root, with a note."""
     sharing = {path for entry in sharing for path in tree.paths(entry)}
-    modules = _outermost(tree, set().union(*(_called_around(tree, entry) for entry in sharing)))
+    modules = tree.outermost(set().union(*(_called_around(tree, entry) for entry in sharing)))
     around = unit_of_entries(tree, [selection.entries for selection in selections])
     owning = [selections[index] for index in sorted({around[entry] for entry in sharing})]
     if 0 in modules:
@@ -46,7 +46,7 @@ def _join(tree: ModelTree, selections: list[Selection], sharing: Iterable[int]) 
         return [each for each in selections if each not in gone], [note]
     inside = {below for module in modules for below in tree.subtree(module)}
     gone = [each for each in owning if not inside.isdisjoint(each.entries)]
-    entries = _outermost(tree, {*modules, *(entry for each in gone for entry in each.entries)})
+    entries = tree.outermost({*modules, *(entry for each in gone for entry in each.entries)})
     settings = (gone or [each for each in owning if 0 not in each.entries] or owning)[0].overrides
     joined = Selection(tuple(entries), settings, reshard=all(each.reshard for each in gone))
     return [joined, *(each for each in selections if each not in gone)], []
@@ -61,15 +61,6 @@ def _called_around(tree: ModelTree, entry: int) -> set[int]:
     # A path may be called where another is not: it is then gathered with what is around it.
     around = {tree.parents[path] if user == path else user for path, user in zip(paths, users, strict=True)}
     return set().union(*(_called_around(tree, outer) for outer in around))
-
-
-def _outermost(tree: ModelTree, entries: Iterable[int]) -> list[int]:
-    """Drop the entries inside another one."""
-    found: list[int] = []
-    for entry in sorted(entries):  # pre-order: the outer one comes right before those inside it
-        if not found or not tree.contains(found[-1], entry):
-            found.append(entry)
-    return found
 
 
 def split_dtypes(
@@ -116,21 +107,16 @@ def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> Iter
         tied = wanted.intersection(tree.owned[entry], tree.ties)
         if all(owner in apart for fqn in tied for owner in owners(tree, fqn)):
             found[dtype].append(entry)
-    return [_outermost(tree, entries) for entries in found.values()]
+    return [tree.outermost(entries) for entries in found.values()]
 
 
 def inseparable_dtypes(tree: ModelTree, selections: list[Selection], ignored: frozenset[str]) -> list[str]:
-    """Return the FQNs that train in another dtype than most of their unit and cannot be in a unit of their own.
+    """Return the FQNs that still train in another dtype than most of their unit: they cannot be in one of their own.
 
     Their module is not called, such as a router, or trains both dtypes, such as Mamba's mixer with its ``A_log``.
     """
-    found: list[str] = []
     units = [] if tree.trains_one_dtype else assign(tree, [each.entries for each in selections], ignored)[0]
-    for fqn in (fqn for owned in units for fqns in [*_by_dtype(tree, owned).values()][1:] for fqn in fqns):
-        entry = tree.places[fqn.rpartition(".")[0]]
-        if not is_called(tree, entry) or len(tree.trained_dtypes(entry)) > 1:
-            found.append(fqn)
-    return found
+    return [fqn for owned in units for others in [*_by_dtype(tree, owned).values()][1:] for fqn in others]
 
 
 def _by_dtype(tree: ModelTree, fqns: Iterable[str]) -> dict[torch.dtype, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, get_type_hints
 
@@ -158,15 +158,16 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
     return UnitRule(text, select, one_unit=True)
 
 
-def select(tree: ModelTree, rules: Iterable[Rule] | None) -> Chosen:
-    """Return what all rules select; the first match wins, for units and for tiles.
+def select(tree: ModelTree, rules: Rule | Sequence[Rule] | None) -> Chosen:
+    """Return what a rule, or all of a list, select; the first match wins, for units and for tiles.
 
     Raises PlanError: a rule matches nothing that is left, or a module without forward; a setting is unknown.
     """
     chosen = Chosen()
     units: dict[int, str] = {}  # the text of the rule that took each entry
     tiles: dict[int, str] = {}
-    for rule in map(as_rule, rules or ()):
+    listed: Any = [] if rules is None else rules if isinstance(rules, (list, tuple)) else [rules]
+    for rule in map(as_rule, listed):
         found = rule.select(tree, frozenset(units))
         found = [new for new in found if any(not e or any(tree.owned[e : tree.ends[e]]) for e in new.entries)]
         if not found:

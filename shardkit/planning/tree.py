@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cache, cached_property
 from inspect import unwrap
 from itertools import chain, zip_longest
@@ -162,9 +162,13 @@ class ModelTree:
         """The entry itself and all below it."""
         return range(entry, self.ends[entry])
 
-    def contains(self, outer: int, inner: int) -> bool:
-        """Whether ``inner`` is ``outer`` or below it."""
-        return outer <= inner < self.ends[outer]
+    def outermost(self, entries: Iterable[int]) -> list[int]:
+        """The entries that are not inside of another one, in order."""
+        found: list[int] = []
+        for entry in sorted(entries):
+            if not found or entry >= self.ends[found[-1]]:
+                found.append(entry)
+        return found
 
     def trained_dtypes(self, *entries: int) -> set[torch.dtype]:
         """The dtypes of the parameters that require grad and that these modules register themselves."""

@@ -194,12 +194,9 @@ class _Reduction:
         return [each.param for each in params if each.param.grad is not None and not each.is_zeroed()]
 
     @not_compiled
+    @torch.no_grad()
     def __call__(self) -> None:
         self.before()
-        self._reduce()
-
-    @torch.no_grad()
-    def _reduce(self) -> None:
         trained = [each for each in self.params if each.param.requires_grad]
         for each in trained:
             each.watch()
