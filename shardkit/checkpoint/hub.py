@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.checkpoint.chunks import Part, full_box, inside, part_of
-from shardkit.checkpoint.format import DTYPES, Located, Spec, read_parts
-from shardkit.checkpoint.source import Contents, Stored
+from shardkit.checkpoint.format import DTYPES, Located, Spec
+from shardkit.checkpoint.native import Safetensors
+from shardkit.checkpoint.source import Contents, Stored, read_values
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.state.model import WRAPPERS, clean_name
 
@@ -141,7 +142,8 @@ class HubFiles:
     """The files ``found`` of a transformers model as a source, by the names of the model's ``tensors``."""
 
     def __init__(self, model: Any, tensors: Mapping[str, Tensor], found: Mapping[str, Located]) -> None:
-        core, self._found = _transformers("core_model_loading"), found
+        core, self._files = _transformers("core_model_loading"), Safetensors({"model": found})
+        self._stored = self._files.contents.model
         mapping = _transformers("conversion_mapping").get_model_conversion_mapping(_Unsharded(model))
         renamings = [each for each in mapping if isinstance(each, core.WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, core.WeightConverter)]
@@ -159,10 +161,9 @@ class HubFiles:
                 self._renamed[new] = name
             else:
                 grouped.append((name, new, pattern))
-        entries = {name: at.entry for name, at in found.items()}
-        self._groups = _grouped(converters, grouped, model, entries)
+        self._groups = _grouped(converters, grouped, model, self._stored)
         self.used = [each for each in mapping if each.was_used()]  # for the save that undoes them
-        specs: dict[str, Any] = {new: entries[name] for new, name in self._renamed.items()}
+        specs: dict[str, Any] = {new: self._stored[name] for new, name in self._renamed.items()}
         specs |= {name: tensor for group in self._groups for name, tensor in group.targets.items()}
         self.contents = Contents({name: Stored(each.dtype, each.shape, name) for name, each in specs.items()})
         unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=lost)
@@ -172,20 +173,12 @@ class HubFiles:
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target: renamed tensors from this rank's own bytes, a group's as :meth:`Group.load`. Local."""
         wanted = dict(targets)
-        parts = {name: part_of(target) for name, target in wanted.items()}
-        jobs = [(self._found[self._renamed[name]], part) for name, part in parts.items() if name in self._renamed]
-        groups = [(group, {n: parts[n] for n in group.targets if n in parts}) for group in self._groups]
-        read_parts(jobs)
-        for group, own in groups:
-            if own:
-                group.load(own, self._read_full)
+        renamed = {name: self._stored[source].key for name, source in self._renamed.items() if name in wanted}
+        self._files.read([(key, wanted[name]) for name, key in renamed.items()])
+        for group in self._groups:
+            if own := {name: part_of(wanted[name]) for name in group.targets if name in wanted}:
+                group.load(own, lambda source: read_values(self._files, self._stored[source]))
         torch.autograd.graph.increment_version(list(wanted.values()))
-
-    def _read_full(self, source: str) -> Tensor:
-        at = self._found[source]
-        full = torch.empty(at.entry.shape, dtype=at.entry.dtype)
-        read_parts([(at, (full, full_box(full.shape)))])
-        return full
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def _plan_optimizer(
         targets.append((leaf.key, values))
         return there
 
-    rooms = with_rooms(entries, present, place, lambda leaf: isinstance(leaf, Stored))
+    rooms = with_rooms(entries, present, place)
     state: OptimizerState = {"param_groups": groups, "state": rooms}
 
     def finish() -> None:

@@ -165,6 +165,9 @@ class MeshSpec:
             return self
         cut = len(self.shape) - self.shard_axes
         shards = self.axis_names[cut:]
+        if axis not in (None, shards[0]):
+            problem = f"of a unit must be None, for all axes that shard, or {shards[0]!r} of {self}, got {axis!r}"
+            raise PlanError(message("mesh", problem, "", ""))
         size = self.shard_size if axis is None else self.shape[cut]
         return MeshSpec((*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1)
 

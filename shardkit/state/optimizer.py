@@ -24,7 +24,6 @@ from shardkit.state.model import parameter_names
 # under a name, as of MADGRAD, and entries of its own, as of StableSPAM. torch.distributed has no place for them.
 OTHERS = "beside_parameters"
 CLASS = "optimizer_class"  # in checkpoints, the option of each group for the name of its optimizer's class
-IsLeaf: TypeAlias = "Callable[[object], bool]"
 OptimizerState: TypeAlias = dict[str, Any]  # {"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], ...}]}
 
 
@@ -152,26 +151,21 @@ def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def tensor_leaves(tree: object, is_leaf: IsLeaf = lambda value: isinstance(value, Tensor)) -> dict[str, Any]:
+def tensor_leaves(tree: object, leaf: type = Tensor) -> dict[str, Any]:
     """Return all tensors, or other leaves, in nested dicts, lists and tuples, by path."""
     leaves: dict[str, Any] = {}
-    with_leaves(tree, leaves.setdefault, is_leaf)
+    with_leaves(tree, leaves.setdefault, leaf)
     return leaves
 
 
-def with_leaves(
-    tree: Any,
-    change: Callable[[str, Any], object],
-    is_leaf: IsLeaf = lambda value: isinstance(value, Tensor),
-    path: str = "",
-) -> Any:
+def with_leaves(tree: Any, change: Callable[[str, Any], object], leaf: type = Tensor, path: str = "") -> Any:
     """Return new nested dicts, lists and tuples with ``change(path, leaf)`` for each leaf; other values stay."""
-    if is_leaf(tree):
+    if isinstance(tree, leaf):
         return change(path, tree)
     if isinstance(tree, dict):
-        return {key: with_leaves(value, change, is_leaf, f"{path}/{key}") for key, value in tree.items()}
+        return {key: with_leaves(value, change, leaf, f"{path}/{key}") for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(with_leaves(each, change, is_leaf, f"{path}/{number}") for number, each in enumerate(tree))
+        return type(tree)(with_leaves(each, change, leaf, f"{path}/{number}") for number, each in enumerate(tree))
     return tree
 
 

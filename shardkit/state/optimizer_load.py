@@ -80,7 +80,7 @@ def load_full_optimizer_state_dict(
         params, present = {name: param for param, name in names.items()}, _present(model, optimizers)
         made = with_rooms(described["state"], present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
     fulls, there = tensor_leaves(state), tensor_leaves(present)
-    specs = sorted(tensor_leaves(described["state"], lambda value: isinstance(value, Spec)).items())  # one order on all
+    specs = sorted(tensor_leaves(described["state"], Spec).items())  # one order on all
     targets = tensor_leaves(made)
     moves = [Move(targets[path], fulls.get(path), spec.dtype) for path, spec in specs]
     scatter(moves, ranks)
@@ -119,13 +119,12 @@ def with_rooms(
     state: Mapping[str, Any],
     present: Mapping[str, Any],
     place: Callable[[str, str, Any, Tensor | None], object],
-    is_leaf: Callable[[object], bool] = lambda value: isinstance(value, Spec),
 ) -> dict[str, Any]:
-    """Return the state by FQN with ``place(fqn, path, leaf, present)`` for each leaf, such as at ``"/step"``. Local."""
+    """Return the state by FQN with ``place(fqn, path, spec, present)`` for tensors; paths are as ``"/step"``. Local."""
 
     def placed(fqn: str, entry: object) -> object:
         there = tensor_leaves(present.get(fqn, {}))
-        return with_leaves(entry, lambda path, leaf: place(fqn, path, leaf, there.get(path)), is_leaf)
+        return with_leaves(entry, lambda path, leaf: place(fqn, path, leaf, there.get(path)), Spec)
 
     return {fqn: placed(fqn, entry) for fqn, entry in state.items()}
 
