@@ -127,15 +127,6 @@ def highest(values: list[int], groups: Groups) -> list[int]:
     return values
 
 
-def agree(values: Mapping[str, Any], groups: Groups, call: str, fix: str = "Make them equal") -> None:
-    """Raise on every rank unless all have the same values. Collective: one all-reduce of 16 bytes for each group.
-
-    The values, which JSON must be able to write, are sent only if they differ.
-    """
-    if not each_equal([values], groups)[0]:
-        raise ShardkitError(_unequal(values, groups, call, fix))
-
-
 def each_equal(values: Iterable[Any], groups: Groups) -> list[bool]:
     """Return of each of as many JSON-ready values whether it is equal on all ranks. Collective: one all-reduce."""
     found = highest([number for value in values for number in both_ways(value)], groups)

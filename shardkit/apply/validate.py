@@ -61,7 +61,7 @@ def check_made_for(tree: ModelTree, plan: ShardingPlan) -> None:
 
 def check_fit(tree: ModelTree, plan: ShardingPlan) -> None:
     """Raise one PlanError that lists why ``plan``, made for the model, cannot be applied to it; local."""
-    problems = [*_split(tree, plan), *_listed_twice(tree, plan), *_same_memory(tree, plan)]
+    problems = [*_split(tree, plan), *_same_memory(tree, plan)]
     refuse([*problems, *cannot_carry(tree, plan), *_pinned(plan)])
 
 
@@ -85,15 +85,6 @@ def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     fqns = [*(fqn for unit in plan.units for fqn in unit.modules), *dict(plan.tiles)]
     if missing := [fqn for fqn in fqns if fqn not in tree.places]:
         yield message("plan", f"is for another model: the model has no module {listing(missing)}", *_OTHER_MODEL)
-
-
-def _listed_twice(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    named: dict[int, str] = {}
-    for fqn in (fqn for unit in plan.units for fqn in unit.modules if fqn in tree.places):
-        first = named.setdefault(tree.firsts[tree.places[fqn]], fqn)
-        if first != fqn:
-            problem = f"is another name of the module {first}"
-            yield message(fqn, problem, "A module belongs to one unit", f"Leave {fqn} out of the plan")
 
 
 def _other_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:

@@ -238,8 +238,8 @@ class Export(NamedTuple):
 
 def plan_export(model: nn.Module) -> Export:
     """Plan a transformers or peft model in the hub's layout. Local, pure; raises for other and quantized models."""
-    bare: Any = unwrapped(model)
     tensors = model_state(model).tensors
+    bare: Any = unwrapped(model)
     if "peft" in sys.modules and isinstance(bare, sys.modules["peft"].PeftModel):
         return _export_adapter(bare, tensors)
     if not is_pretrained(model) or getattr(bare, "_hf_peft_config_loaded", False):

@@ -72,7 +72,9 @@ def memory_report(
             prediction for rank 0, which holds the most.
     """
     params = [param for _, param in named_sharded_parameters(model)]
-    device = _device_type(params)
+    first = next(iter(params), torch.empty(0))
+    # The shards of a DTensor may be offloaded: it computes on its mesh.
+    device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
     state = optimizer.state.values() if optimizer is not None else []
     tensors: dict[str, Iterable[Any]] = {
         "parameters": [*params, *model.buffers()],
@@ -83,7 +85,10 @@ def memory_report(
     storages = {name: _storages(found) for name, found in tensors.items()}
     measured = {name: sum(s.nbytes() for s in found if s.device.type == device) for name, found in storages.items()}
     measured["on the CPU"] = sum(s.nbytes() for found in storages.values() for s in found if s.device.type != device)
-    measured |= _allocator(device)
+    if device != "cpu":
+        of = torch.accelerator
+        measured |= {"allocated": of.memory_allocated(), "reserved": of.memory_reserved()}
+        measured["peak"] = of.max_memory_allocated()
     if predicted is None:
         return MemoryReport(measured, {}, None)
     expected = {name: getattr(predicted.timeline[-1], name) for name in _HELD}
@@ -92,22 +97,9 @@ def memory_report(
     return MemoryReport(measured, expected, predicted.peak)
 
 
-def _device_type(params: list[nn.Parameter]) -> str:
-    """Return where the model computes: for a DTensor that is its mesh, since its shard may be offloaded."""
-    for first in params:
-        return first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
-    return "cpu"
-
-
 def _storages(tensors: Iterable[Any]) -> set[torch.UntypedStorage]:
     found = [each for each in tensors if isinstance(each, Tensor) and each.device.type != "meta"]
     return {(local_tensor(each) if isinstance(each, DTensor) else each).untyped_storage() for each in found}
-
-
-def _allocator(device: str) -> dict[str, int]:
-    of = torch.accelerator
-    counted = {"allocated": of.memory_allocated, "reserved": of.memory_reserved, "peak": of.max_memory_allocated}
-    return {} if device == "cpu" else {name: count() for name, count in counted.items()}
 
 
 # ``python -m shardkit plan MODEL``.

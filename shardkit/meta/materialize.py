@@ -24,7 +24,7 @@ from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import Initializer, is_plain_meta, is_recorded, record_initializers, records
 from shardkit.meta.replay import Final, Player
 from shardkit.meta.tape import Definedness, View, open_tape
-from shardkit.ranks import agree, groups_of, together
+from shardkit.ranks import groups_of, together
 from shardkit.references import Setter, references
 from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
 
@@ -96,11 +96,11 @@ def materialize(
         raise ShardkitError(message("model", problem, rule, "Remove the call if the model has its values already"))
     replay = None
     try:
-        with together(groups, call="materialize"):
+        with together(groups, call="materialize") as poll:
             replay = Replay(model, targets, init=init, device=device, seed=seed)
-        fix = "Build the same model on all ranks, and call torch.manual_seed with one number before init_on_meta() or "
-        fix += "pass materialize(model, seed=...); seed the data by rank afterwards"
-        agree({**replay.digest, "seed": seed, "exact": exact}, groups, "materialize", fix=fix)
+            poll.same = {**replay.digest, "seed": seed, "exact": exact}
+            poll.fix = "Build the same model on all ranks, and call torch.manual_seed with one number before "
+            poll.fix += "init_on_meta() or pass materialize(model, seed=...); seed the data by rank afterwards"
     except ShardkitError:
         if replay is not None:
             replay.undo()

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import fsdp_units, not_ready
-from shardkit._torch import named_sharded_parameters
+from shardkit._torch import named_sharded_parameters, plain_attributes
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import warn_once
 
@@ -108,7 +108,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not held.isdisjoint(map(id, model.parameters())):
             problem, rule = "was called while its model is asleep", "sleep() has moved its memory to the CPU"
             raise ShardkitError(message(f"{name}.step()", problem, rule, "Call wake(model)"))
-    waiting, copies, without, hooked, written = not_ready(_units, held)
+    with plain_attributes():
+        waiting, copies, without, hooked, written = not_ready(_units, held)
     if hooked:
         rule = "FSDP2 sets the gradient of a sharded parameter without autograd, so the hook is not called"
         fix = "Use param.register_post_accumulate_grad_hook, where param.grad is reduced"
@@ -146,7 +147,7 @@ def _warn_at_first_step(name: str, params: list[Tensor], held: set[int]) -> None
     if low := low_precision_problem(named, name):
         logger.warning(low)
     for model, whole in _whole.items():
-        own = [(fqn, param) for fqn, param in named_sharded_parameters(model) if id(param) in held]
+        own = [(fqn, p) for fqn, p in named_sharded_parameters(model) if id(p) in held and p.requires_grad]
         if added := [fqn for fqn, param in own if not isinstance(param, DTensor) and fqn not in whole]:
             problem = f"trains {len(added)} parameters that were added after sharding: {listing(added)}"
             rule = "No one reduces their gradients: each rank updates its own copy, and the copies drift apart"

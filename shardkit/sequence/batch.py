@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardkit.errors import ShardkitError, message
-from shardkit.ranks import agree
+from shardkit.ranks import Poll, raise_together
 
 ADVICE = "Do not split this model's sequences; shorten them, or checkpoint its blocks"
 # The tensors of a batch with a value for each token, and what padding gets; padded position ids count from 0.
@@ -160,7 +160,8 @@ class SplitSequence:
             problem = message(f"batch[{name!r}]", "has a value for each token, and an unknown name", rule, fix)
         fix = 'Read data by mesh["dp"].get_local_rank(), as with DistributedSampler(rank=, num_replicas=)'
         seen = {name: _digest(x) for name, x in tensors.items()}
-        agree({**seen, "problem": problem}, [self.group], "sequence.split:", fix=fix)
+        poll = Poll(same={**seen, "problem": problem}, fix=fix)
+        raise_together(None, [self.group], poll=poll, call="sequence.split:")
         if problem:
             raise ShardkitError(problem)
 

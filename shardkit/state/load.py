@@ -314,7 +314,8 @@ class Room:
         new = {id(t) for n, dtype in dtypes.items() if is_on_meta(t := tensors[n]) or t.dtype != dtype}
         self._model = model
         others = [target for target in find_targets(model) if id(target.tensor) not in given]
-        self._others = Replay(model, others, draw_all=False) if others else None
+        self._others = [Replay(model, others, draw_all=False)] if others else []
+        self.digest = [each.digest for each in self._others]  # of the construction's values, equal on all ranks
         self._targets = find_targets(model, lambda tensor: id(tensor) in new) if new else []
         self._targets = [target for target in self._targets if id(target.tensor) in new]
         check_unbound(self._targets)
@@ -323,8 +324,6 @@ class Room:
             home = device_of(target.tensor) if device_of and is_on_meta(target.tensor) else target.tensor.device
             target.value = unwritten(target.tensor, given[id(target.tensor)], home)
         self._new = {id(target.tensor): target.value for target in self._targets}
-        # Of the construction's values, which must be equal on all ranks.
-        self.digest = self._others.digest if self._others is not None else {}
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the tensor to write to for one of the model's."""
@@ -333,12 +332,12 @@ class Room:
 
     def compute(self) -> None:
         """Compute the values that the load does not write. Local; the model is unchanged."""
-        if self._others is not None:
-            self._others.compute()
+        for each in self._others:
+            each.compute()
 
     def install(self) -> None:
         """Put new memory under the model's tensor objects. Local."""
-        if targets := [*self._targets, *(self._others.targets if self._others is not None else ())]:
+        if targets := [*self._targets, *(target for each in self._others for target in each.targets)]:
             install(self._model, targets)
             forget(self._model)
 

@@ -222,7 +222,13 @@ def check_states(folder: str) -> None:
                 loss_of(other, "pretend").backward()
             with shardkit.full_params(model):
                 assert devices(model.parameters()) == {home}
-            assert "parameters" in str(memory_report(model, optimizer))
+            held = memory_report(model, optimizer).measured
+            on_device = [held[name] for name in ("parameters", "optimizer")]
+            stays = sum(buffer.nbytes for buffer in model.buffers())  # also where parameters are offloaded
+            if settings:
+                assert (on_device, held["on the CPU"] > 2 * stays) == ([stays, 0], True)
+            else:
+                assert (min(on_device) > stays, held["on the CPU"]) == (True, 4 * len(optimizer.state))  # their steps
 
 
 def test_state_in_memory_and_on_disk(ranks: RankPool, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
@@ -39,7 +38,6 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="package.module:factory, or a config.json of transformers; needed for --to torch and plan",
     )
     parser.add_argument("--format", choices=tuple(FORMATS), help="format of the file (default: recognized by its keys)")
-    parser.add_argument("--json", action="store_true", help="print JSON: format, output, notes")
     return parser
 
 
@@ -70,10 +68,7 @@ def _translate(options: argparse.Namespace) -> int:
     text = "" if refused else text
     if refused:
         print(f"translate: {refused} refused, so no translation is printed", file=sys.stderr)
-    if options.json:
-        values = {"format": reading.format, "output": text, "notes": [*map(vars, notes)]}
-        print(json.dumps(values, indent=2))
-    elif options.to == "plan":
+    if options.to == "plan":
         print("\n".join([*([text] if text else []), *(line.removeprefix("# ") for line in comments(reading, notes))]))
     else:
         print("\n".join([*comments(reading, notes), *(["", text.rstrip("\n")] if text else [])]))

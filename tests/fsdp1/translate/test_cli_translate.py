@@ -109,10 +109,3 @@ def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(tmp_path
 def test_the_exit_codes(arguments, code, said, capsys):
     assert run(*arguments) == code
     assert said in capsys.readouterr().err
-
-
-def test_json_holds_the_notes(capsys):
-    assert run(FSDP1, "--json") == 0
-    data = json.loads(capsys.readouterr().out)
-    assert yaml.safe_load(data["output"])["distributed_type"] == "FSDP"
-    assert {"argument", "value", "support", "sentence"} == data["notes"][0].keys()
