@@ -14,17 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit._torch import plain_attributes, sharded_parameters
-from shardkit._torch.steps import (
-    by_device_and_dtype,
-    foreach_mul_,
-    foreach_norm,
-    local_tensors,
-    mesh_of,
-    placements_of,
-    redistributed,
-    steps_in_backward,
-)
+from shardkit._torch import plain_attributes, sharded_parameters, steps
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import collective_device, note
 from shardkit.shards import device_of
@@ -88,8 +78,8 @@ def clip_grad_norm_(
         raise ShardkitError(message("gradients", problem, "No gradient was changed", fix))
     # Also by a factor of 1: to look at it would wait for the device.
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for same in by_device_and_dtype(grads):
-        foreach_mul_(same, factor.to(same[0].device))
+    for same in steps.by_device_and_dtype(grads):
+        steps.foreach_mul_(same, factor.to(same[0].device))
     return norm
 
 
@@ -120,7 +110,7 @@ class _Bucket:
 
 def _total_norm(params: list[Tensor], grads: list[Tensor | None], p: float, group: dist.ProcessGroup | None) -> Tensor:
     pairs = list(zip(params, grads, strict=True))
-    if steps_in_backward(param for param, grad in pairs if grad is None):
+    if steps.steps_in_backward(param for param, grad in pairs if grad is None):
         problem = "are stepped in backward, after which they have no gradients"
         rule = "A norm of all gradients needs all of them at once"
         fix = "Do not clip, or use an optimizer that steps after backward instead of optimizer_in_backward"
@@ -144,13 +134,14 @@ def _buckets(params: list[Any], grads: list[Tensor | None]) -> list[_Bucket]:
     """Return a bucket for each mesh that this rank is in and its placements, also without gradients."""
     buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Bucket] = {}
     bucket: _Bucket | None = None
-    layouts = placements_of(params)
+    layouts = steps.placements_of(params)
     # Tensor parallelism may leave Partial gradients, whose parts have no norm of their own.
-    for param, layout, local in zip(params, layouts, local_tensors(grads, params, layouts, redistributed), strict=True):
+    locals_ = steps.local_tensors(grads, params, layouts, steps.redistributed)
+    for param, layout, local in zip(params, layouts, locals_, strict=True):
         if layout is None:
             continue
-        if bucket is None or mesh_of(param) is not bucket.mesh or layout != bucket.placements:
-            mesh = mesh_of(param)
+        mesh = steps.mesh_of(param)
+        if bucket is None or mesh is not bucket.mesh or layout != bucket.placements:
             bucket = buckets.setdefault((mesh, layout), _Bucket(mesh, layout))  # to hash all would cost more
         if local is not None:
             bucket.grads.append(local)
@@ -195,9 +186,9 @@ def _power_sum(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
     norms = [torch.zeros(1, dtype=torch.float64, device=device)]
     if p == math.inf:
         grads = [grad for grad in grads if grad.numel()]  # an empty shard has no largest element
-    for same in by_device_and_dtype(grads):
+    for same in steps.by_device_and_dtype(grads):
         dtype = torch.promote_types(same[0].dtype, torch.float32)
-        norms.append(torch.stack(foreach_norm(same, p, dtype=dtype)).to(device, torch.float64))
+        norms.append(torch.stack(steps.foreach_norm(same, p, dtype=dtype)).to(device, torch.float64))
     flat = torch.cat(norms)
     return flat.max() if p == math.inf else flat.pow(p).sum()
 
