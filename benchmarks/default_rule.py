@@ -33,7 +33,7 @@ def peak_bytes(model: nn.Module, plan: ShardingPlan, batch: Any) -> int:
     """The most bytes alive on the fullest rank during a training step."""
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     measured = timeline(plan, trace(model, plan, batch), OPTIMIZERS["adamw"], buffers)
-    return Prediction("", plan, measured).peak.total
+    return Prediction("", plan, measured, host=0).peak.total
 
 
 def plans_of(case: Case, model: nn.Module, checkpoint: bool) -> tuple[ShardingPlan, ShardingPlan]:

@@ -21,7 +21,7 @@ from benchmarks.models import SHAPES, Llama, Shape, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
 from shardkit.memory.budget import Search, parse_bytes
 from shardkit.memory.estimate import Step, base_plan, estimates, with_checkpoints
-from shardkit.memory.timeline import OptimizerBytes, unit_bytes
+from shardkit.memory.timeline import OptimizerBytes
 from shardkit.memory.trace import AFTER_FORWARD, FORWARD, START, Trace, trace
 from shardkit.plan.types import nbytes
 
@@ -102,9 +102,7 @@ def answers(size: str, measured: Step) -> Iterator[list[str]]:
     for ranks in RANKS:
         search = Search(measured, ADAMW, parse_bytes(BUDGET), ranks_per_node=NODE)
         best = search.weighed(replace(measured.plan, mesh=MeshSpec.sharded(ranks)))[-1]
-        sizes = [unit_bytes(best.plan, unit, ADAMW) for unit in best.plan.units]
-        host = sum(size.shard + size.grads + size.optimizer for size in sizes if size.offloaded)
-        yield [size, str(ranks), strategy(best.plan), best.name, nbytes(best.peak.total), nbytes(host)]
+        yield [size, str(ranks), strategy(best.plan), best.name, nbytes(best.peak.total), nbytes(best.host)]
 
 
 def peaks(size: str, measured: Step) -> Iterator[list[str]]:

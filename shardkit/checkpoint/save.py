@@ -153,9 +153,11 @@ def check_destination(path: Path, format: str, overwrite: bool, keep: int | None
 def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, trainable_only: bool) -> Content:
     """Collect the current state, as live tensors. Local."""
     state = model_state(model)
-    named = None if optimizer is None else sharded_optimizer_state_dict(model, optimizer)
-    if named is not None:
-        classes = [type(each).__name__ for each in optimizers_of(optimizer) for _ in each.param_groups]
+    named = None
+    if optimizer is not None:
+        optimizers = optimizers_of(optimizer)
+        named = sharded_optimizer_state_dict(model, optimizers)
+        classes = [type(each).__name__ for each in optimizers for _ in each.param_groups]
         named["param_groups"] = [g | {CLASS: name} for g, name in zip(named["param_groups"], classes, strict=True)]
     if trainable_only:
         frozen = {name for name, tensor in state.tensors.items() if not tensor.requires_grad}

@@ -119,7 +119,7 @@ def choose(step: Step, optimizer: OptimizerBytes, budget: int, reserved: int, ra
     weighed = Search(step, optimizer, limit, ranks_per_node).weighed(step.plan)
     last = weighed[-1]
     if last.peak.total <= limit:
-        return BudgetPlan(last.name, last.plan, last.timeline, tuple(weighed), budget, reserved)
+        return BudgetPlan(last.name, last.plan, last.timeline, last.host, tuple(weighed), budget, reserved)
     least = min(weighed, key=lambda candidate: candidate.peak.total)
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
     problem = f"of {_less(budget, reserved)} is too little: {least.name} still peaks at {peak}, "
@@ -147,7 +147,7 @@ class Search:
 
     def weigh(self, labels: tuple[str, ...], plan: ShardingPlan) -> Prediction:
         """Return a candidate with its timeline."""
-        return Prediction(", ".join(labels) or "everything sharded", plan, self.step.timeline(plan, self.optimizer))
+        return self.step.predict(", ".join(labels) or "everything sharded", plan, self.optimizer)
 
     def _fits(self, plan: ShardingPlan) -> bool:
         return self.weigh((), plan).peak.total <= self.limit

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, Prediction, timeline, unit_bytes
+from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.text import aligned
@@ -20,12 +20,7 @@ from shardkit.planning.build import Request, Settings, build_plan
 from shardkit.planning.dims import on_mesh
 from shardkit.planning.tree import ModelTree
 
-
-@dataclass(frozen=True)
-class StrategyEstimate(Prediction):
-    """What one strategy needs on one rank, with ``host`` bytes of CPU memory for what is offloaded."""
-
-    host: int
+StrategyEstimate: TypeAlias = Prediction  # of one strategy
 
 
 @dataclass(frozen=True)
@@ -144,10 +139,12 @@ class Step:
         self._buffers = sum(buffer.nbytes for buffer in model.buffers()) if model is not None else 0
         self._measure = cache(self.measure)
 
-    def timeline(self, plan: ShardingPlan, optimizer: OptimizerBytes) -> tuple[Point, ...]:
-        """Return what is alive in each stretch of the step under a plan."""
+    def predict(self, name: str, plan: ShardingPlan, optimizer: OptimizerBytes) -> Prediction:
+        """Return what the step needs on one rank under a plan."""
         step = self._trace_of(plan) if self.is_measured else without_activations(plan)
-        return timeline(plan, step, optimizer, self._buffers, self.micro_batches, self._keep_unsharded)
+        points = timeline(plan, step, optimizer, self._buffers, self.micro_batches, self._keep_unsharded)
+        offloaded = [unit_bytes(plan, unit, optimizer) for unit in plan.units if unit.offloads]
+        return Prediction(name, plan, points, sum(size.shard + size.grads + size.optimizer for size in offloaded))
 
     def _trace_of(self, plan: ShardingPlan) -> Trace:
         """Measure once for each policy of checkpointing, where units mix."""
@@ -172,9 +169,7 @@ def estimates(step: Step, base: ShardingPlan, optimizer: OptimizerBytes, ranks_p
         state = replace(optimizer, in_backward="optimizer in backward" in name)
         if step.micro_batches > 1 and state.in_backward:
             continue  # accumulate refuses it
-        sizes = [unit_bytes(plan, unit, optimizer) for unit in plan.units if unit.offloads]
-        host = sum(size.shard + size.grads + size.optimizer for size in sizes)
-        rows.append(StrategyEstimate(name, plan, step.timeline(plan, state), host))
+        rows.append(step.predict(name, plan, state))
     return MemoryEstimate(tuple(rows), base, step.is_measured)
 
 

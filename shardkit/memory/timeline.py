@@ -138,6 +138,7 @@ class Prediction:
     name: str  # how the plan differs from the one that was estimated
     plan: ShardingPlan  # to shard by
     timeline: tuple[Point, ...]  # every stretch of the step, in order
+    host: int  # bytes of CPU memory for what is offloaded
 
     @cached_property
     def peak(self) -> Point:

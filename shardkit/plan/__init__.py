@@ -78,8 +78,8 @@ class ShardingPlan(PlanData):
     def to_python(self) -> str:
         """Return plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does.
 
-        It lacks what shardkit adds at run time: ``may_skip``, ``tiles``, resharding after forwards without grad,
-        calling any module first, and correct gradients of gradients.
+        It lacks what shardkit adds at run time: ``may_skip``, resharding after forwards without grad, calling any
+        module first, and correct gradients of gradients. Of modules in tiles it cuts the first argument only.
         """
         from shardkit.plan.text import python
 

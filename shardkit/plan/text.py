@@ -206,6 +206,19 @@ def compute_in(module, dtype):
     module.forward = cast
 """
 
+_HELPERS["tile_forward("] = """
+def tile_forward(module, tiles):
+    forward = module.forward
+
+    def in_tiles(x, *args, **kwargs):
+        def tile(part):
+            return forward(part.contiguous(), *args, **kwargs)
+
+        return torch.cat([checkpoint(tile, part, use_reentrant=False) for part in x.chunk(tiles, -2)], -2)
+
+    module.forward = functools.wraps(forward)(in_tiles)
+"""
+
 _HELPERS["divide_gradients("] = """
 def divide_gradients(module, times):
     # Experts' gradients hold the tokens of all ranks, but torch divides them by the ranks that reduce them.
@@ -249,10 +262,9 @@ def python(plan: PlanData) -> str:
     if skipped := [unit.name for unit in plan.units if unit.may_skip]:
         where = f"each rank must call {listing(skipped, 6)} in every step, or the others wait"
         lines.append(f"# Not in this code: may_skip, which torch lacks; {where}.")
-    if plan.tiles:
-        lines.append(f"# Not in this code: tiles, which only save memory, of {listing(dict(plan.tiles), 6)}.")
     if cast := plan.replicated_modules():
         lines += [f"for name, dtype in {cast}.items():", "    compute_in(model.get_submodule(name), dtype)"]
+    lines += [f"tile_forward({_module(_quoted(fqn))}, {tiles})" for fqn, tiles in plan.tiles]
     lines += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
         ahead = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]

@@ -17,10 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
-from shardkit.plan.types import nbytes
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
-from shardkit.planning.repair import inseparable_dtypes
 from shardkit.planning.rules import Rule, Selection, check_settings, named_policy, select
 from shardkit.planning.tree import ModelTree, assign, split_problem, unit_of_entries
 
@@ -72,12 +70,8 @@ def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPla
         if not any(0 in selection.entries for selection in selections):
             selections.append(Selection((0,), reshard=False))
     else:
-        selections, blocks, notes = default_units(tree, left_alone | replicated)
-        if odd := inseparable_dtypes(tree, selections, left_alone | replicated):
-            reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
-            size = nbytes(sum(tree.specs[fqn].nbytes for fqn in odd))
-            notes.append(f"{listing(odd, 4)}: {reason}, so are replicated, {size} on every rank")
-            replicated |= set(odd)
+        selections, blocks, odd, notes = default_units(tree, left_alone | replicated)
+        replicated |= set(odd)
     if apart:  # modules that need no gathering, such as the norm of [norm, head]
         kept = [tuple(entry for entry in new.entries if not entry or entry not in apart) for new in selections]
         selections = [replace(new, entries=entries) for new, entries in zip(selections, kept, strict=True) if entries]

@@ -14,6 +14,7 @@ from itertools import islice, takewhile
 import torch.nn as nn
 
 from shardkit.errors import listing
+from shardkit.plan.types import nbytes
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Selection
 from shardkit.planning.tree import ModelTree, is_called, owners
@@ -28,8 +29,11 @@ CUT_COVER = 0.7  # of a block: the blocks inside must be as much of it; otherwis
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Selection], list[int], list[str]]:
-    """Return the selections of the default rule, the blocks to checkpoint and compile, and a note for each repair."""
+def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Selection], list[int], list[str], list[str]]:
+    """Return the units, the blocks to checkpoint and compile, the parameters to replicate, and a note for each repair.
+
+    Replicated are those that train in another dtype than their unit and cannot be in one of their own.
+    """
     blocks = Blocks(tree)
     inside = set[int]().union(*map(tree.subtree, blocks.outermost))
     firsts = {tree.firsts[below] for below in inside} if tree.shared else ()
@@ -49,9 +53,14 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     selections += [Selection(tail, reshard=False)] if tail else []
     selections.append(Selection((0,), reshard=False))
     selections, notes = join_ties(tree, selections, ignored)
-    selections, more_notes = split_dtypes(tree, selections, ignored)
+    selections, odd, more_notes = split_dtypes(tree, selections, ignored)
+    notes += [*more_notes, *_notes_of_tables(tree, blocks, embedding)]
+    if odd:
+        reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
+        size = nbytes(sum(tree.specs[fqn].nbytes for fqn in odd))
+        notes.append(f"{listing(odd, 4)}: {reason}, so are replicated, {size} on every rank")
     to_recompute = [*blocks.smallest, *(entry for entry in large if tree.ends[entry] > entry + 1)]
-    return selections, to_recompute, notes + more_notes + _notes_of_tables(tree, blocks, embedding)
+    return selections, to_recompute, odd, notes
 
 
 def _join_small(tree: ModelTree, blocks: Blocks) -> list[tuple[int, ...]]:

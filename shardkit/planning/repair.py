@@ -65,19 +65,22 @@ def _called_around(tree: ModelTree, entry: int) -> set[int]:
 
 def split_dtypes(
     tree: ModelTree, selections: list[Selection], ignored: frozenset[str]
-) -> tuple[list[Selection], list[str]]:
-    """Return units that train one dtype each: modules of another dtype become units of their own, with a note.
+) -> tuple[list[Selection], list[str], list[str]]:
+    """Return units that train one dtype each, the FQNs that still train in another than most of their unit, and notes.
 
-    A module that registers trainable parameters of two dtypes cannot be split off, nor one whose weights are read
-    without calling it, such as a router: see :func:`inseparable_dtypes`.
+    Modules of another dtype become units of their own, with a note. That cannot be where their module is not called,
+    such as a router, or trains both dtypes, such as Mamba's mixer with its ``A_log``.
     """
     taken_out: list[int] = []
-    while not tree.trains_one_dtype:
+    left: list[str] = []
+    while len({spec.dtype for spec in tree.specs.values() if spec.trainable}) > 1:
         params, _ = assign(tree, [selection.entries for selection in selections], ignored)
+        trained = [_by_dtype(tree, owned) for owned in params]
+        left = [fqn for by_dtype in trained for fqns in [*by_dtype.values()][1:] for fqn in fqns]
         new = [
             Selection(tuple(entries), selection.overrides, selection.reshard)
-            for selection, owned in zip(selections, params, strict=True)
-            for entries in _minorities(tree, selection, owned)
+            for selection, by_dtype in zip(selections, trained, strict=True)
+            for entries in _minorities(tree, selection, by_dtype)
         ]
         if not new:
             break
@@ -85,12 +88,11 @@ def split_dtypes(
         taken_out += [entry for selection in new for entry in selection.entries]
     names = listing((tree.fqns[entry] for entry in sorted(taken_out)), 4)
     note = f"{names}: train in another dtype than the modules around them, so they are separate units"
-    return selections, [note] * bool(taken_out)
+    return selections, left, [note] * bool(taken_out)
 
 
-def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> Iterable[list[int]]:
-    """Return the modules to take out of a unit, one list for each dtype."""
-    trained = _by_dtype(tree, owned)
+def _minorities(tree: ModelTree, selection: Selection, trained: dict[torch.dtype, list[str]]) -> Iterable[list[int]]:
+    """Return the modules to take out of a unit that trains these parameters, one list for each dtype."""
     if len(trained) < 2:
         return []
     own = tree.trained_dtypes(*selection.entries)
@@ -98,7 +100,7 @@ def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> Iter
     candidates, wanted = set(tree.first_entries) - set(selection.entries), set().union(*trained.values())
     apart: dict[int, torch.dtype] = {}
     for entry in sorted(below for top in selection.entries for below in tree.subtree(top)):
-        dtypes = {tree.params[fqn].dtype for fqn in tree.owned[entry] if fqn in wanted}
+        dtypes = {tree.specs[fqn].dtype for fqn in tree.owned[entry] if fqn in wanted}
         if len(dtypes) == 1 and kept not in dtypes and entry in candidates and is_called(tree, entry):
             apart[entry] = dtypes.pop()
     found: dict[torch.dtype, list[int]] = defaultdict(list)
@@ -110,19 +112,10 @@ def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> Iter
     return [tree.outermost(entries) for entries in found.values()]
 
 
-def inseparable_dtypes(tree: ModelTree, selections: list[Selection], ignored: frozenset[str]) -> list[str]:
-    """Return the FQNs that still train in another dtype than most of their unit: they cannot be in one of their own.
-
-    Their module is not called, such as a router, or trains both dtypes, such as Mamba's mixer with its ``A_log``.
-    """
-    units = [] if tree.trains_one_dtype else assign(tree, [each.entries for each in selections], ignored)[0]
-    return [fqn for owned in units for others in [*_by_dtype(tree, owned).values()][1:] for fqn in others]
-
-
 def _by_dtype(tree: ModelTree, fqns: Iterable[str]) -> dict[torch.dtype, list[str]]:
     """Return those that train by their dtype, that of most elements first."""
     found: dict[torch.dtype, list[str]] = defaultdict(list)
     for fqn in fqns:
-        if tree.params[fqn].requires_grad:
-            found[tree.params[fqn].dtype].append(fqn)
-    return dict(sorted(found.items(), key=lambda each: -sum(tree.params[fqn].numel() for fqn in each[1])))
+        if tree.specs[fqn].trainable:
+            found[tree.specs[fqn].dtype].append(fqn)
+    return dict(sorted(found.items(), key=lambda each: -sum(tree.specs[fqn].numel for fqn in each[1])))

@@ -58,7 +58,6 @@ class UnitRule:
 
     text: str  # the call that made it, for messages
     select: Callable[[ModelTree, frozenset[int]], list[Selection]]  # given the entries that earlier rules took
-    one_unit: bool = False  # whether all that it matches is one unit
 
 
 Rule: TypeAlias = UnitRule | type[nn.Module] | str | Callable[[str, nn.Module], "bool | Overrides"]
@@ -155,7 +154,7 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
             found |= matched
         return [Selection(tuple(sorted(found)), overrides)]
 
-    return UnitRule(text, select, one_unit=True)
+    return UnitRule(text, select)
 
 
 def select(tree: ModelTree, rules: Rule | Sequence[Rule] | None) -> Chosen:
@@ -174,7 +173,7 @@ def select(tree: ModelTree, rules: Rule | Sequence[Rule] | None) -> Chosen:
             raise PlanError(_no_match(rule.text, tree, "matches no module that has parameters"))
         taken = units if found[0].overrides.get("tiles") is None else tiles
         fresh = [new for new in found if taken.keys().isdisjoint(new.entries)]
-        if not fresh or (rule.one_unit and fresh != found):
+        if not fresh:
             claims = [f"{tree.fqns[e] or '(root)'} (by {taken[e]})" for new in found for e in new.entries if e in taken]
             fix = "Remove one of the rules, or put the narrower one first"
             first_wins = "Each module is in one unit, and the first matching rule wins"

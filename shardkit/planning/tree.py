@@ -146,11 +146,6 @@ class ModelTree:
         """The parameters that FSDP2 cannot cut along a dim: scalars and empty ones."""
         return frozenset(fqn for fqn, spec in self.specs.items() if not spec.shards)
 
-    @cached_property
-    def trains_one_dtype(self) -> bool:
-        """Whether all parameters that require grad have the same dtype."""
-        return len({spec.dtype for spec in self.specs.values() if spec.trainable}) < 2
-
     def children(self, entry: int) -> Iterator[int]:
         """The entries directly below ``entry``, in order."""
         child = entry + 1

@@ -147,7 +147,7 @@ def _warn_at_first_step(name: str, params: list[Tensor], held: set[int]) -> None
     if low := low_precision_problem(named, name):
         logger.warning(low)
     for model, whole in _whole.items():
-        own = [(fqn, param) for fqn, param in named_sharded_parameters(model) if id(param) in held]
+        own = [(fqn, p) for fqn, p in named_sharded_parameters(model) if id(p) in held and p.requires_grad]
         if added := [fqn for fqn, param in own if not isinstance(param, DTensor) and fqn not in whole]:
             problem = f"trains {len(added)} parameters that were added after sharding: {listing(added)}"
             rule = "No one reduces their gradients: each rank updates its own copy, and the copies drift apart"

@@ -228,8 +228,21 @@ def test_tiles_in_the_plan() -> None:
     assert plan.units == default.units
     assert "in 4 tiles of tokens: layers.0.mlp, layers.2.mlp" in str(plan)
     assert default.diff(plan) == "+ tiles of layers.0.mlp: 4\n+ tiles of layers.2.mlp: 4"
-    assert "# Not in this code: tiles, which only save memory, of layers.0.mlp, layers.2.mlp." in plan.to_python()
     assert ShardingPlan.from_dict(plan.to_dict()) == plan
     gone = dataclasses.replace(plan, tiles={"layers.7.mlp": 4})  # type: ignore[arg-type]
     with fake_world(8), pytest.raises(PlanError, match=re.escape("no module layers.7.mlp")):
         shard_model(model, plan=gone)
+
+
+def test_the_code_of_a_plan_computes_in_tiles() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Mlp(), Mlp()).double()
+    model, x, calls = copy.deepcopy(plain), torch.randn(2, 9, 6, dtype=torch.double), []
+    plan = plan_model(model, mesh=MeshSpec.sharded(1), units=by_class(Mlp, tiles=4))
+    with fake_world(1):
+        exec(plan.to_python(), {"model": model})
+        model[0].up.register_forward_hook(lambda *_: calls.append(1))
+        loss_of(model, x).backward()
+    loss_of(plain, x).backward()
+    assert difference(model, plain) < 1e-15
+    assert len(calls) == 2 * 3  # 9 tokens in at most 4 tiles are 3 of 3; forward and backward

@@ -111,9 +111,9 @@ def test_several_optimizers_are_one_state(tmp_path):
 
     model, optimizers = build()
     step(model, *optimizers)
-    save_checkpoint(tmp_path / "a", model, optimizers)
+    save_checkpoint(tmp_path / "a", model, iter(optimizers))
     other, fresh = build()
-    load_checkpoint(tmp_path / "a", other, fresh)
+    load_checkpoint(tmp_path / "a", other, iter(fresh))
     assert_same(full_optimizer_state_dict(other, fresh), full_optimizer_state_dict(model, optimizers))
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor.debug import CommDebugMode
 from trees import assert_same
 
-from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, save_pretrained
 from shardkit.checkpoint.directory import finish_deletions
 from shardkit.checkpoint.format import locate
 from shardkit.errors import CheckpointError, ShardkitError
@@ -197,7 +197,7 @@ def test_ranks_that_mean_different_things_all_raise(tmp_path):
         save_checkpoint(tmp_path / "a", *state, extra=[1, is_first if rank == 2 else 0])
     with pytest.raises(CheckpointError, match=r"format must be .*, got 'pickle'"):
         save_checkpoint(tmp_path / "a", *state, format="pickle")
-    for call in (save_checkpoint, load_checkpoint):
+    for call in (save_checkpoint, load_checkpoint, lambda path, model, _: save_pretrained(model, path)):
         with pytest.raises(ShardkitError, match=r"^model must be an nn\.Module, got AdamW"):
             call(tmp_path, *state[1::-1])
     with pytest.raises(ShardkitError, match=r"^optimizer must be .*, got LambdaLR\. Pass the model first"):

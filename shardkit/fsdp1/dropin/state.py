@@ -246,7 +246,7 @@ def summon_full_params(
     """Make the parameters at and below ``module`` full in this context, in their own dtype. Collective.
 
     ``shardkit.full_params`` by FSDP1's rules: modules and methods such as ``generate`` run on them, on each rank by
-    itself, and afterwards the same sharded parameters are in place.
+    itself, and afterwards the same sharded parameters are in place. Inside another such context it does nothing.
 
     Args:
         module: a wrapper, or a module around some.
@@ -263,11 +263,11 @@ def summon_full_params(
     """
     found = wrappers_or_refuse(module, "summon_full_params")
     wrappers = [each for each in found if recurse or each is module]
-    if not wrappers:
+    records = [record for record in map(record_of, wrappers) if not record.summoned]  # others are full already
+    if not records:
         yield
         return
-    records = [record for record in map(record_of, wrappers) if not record.summoned]  # others are in an outer context
-    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in map(record_of, wrappers)) and not rank0_only
+    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in records) and not rank0_only
     if not recurse and (sharded := sharded_of(wrappers[0])) is not None:
         _fsdp.initialize(sharded)  # as a root: units inside it then gather themselves as parts of it
     for record in records:

@@ -135,14 +135,14 @@ def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
 
 def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
     shape = f"has the shape {tuple(mesh.shape)}"
-    if strategy.name in HYBRID and mesh.ndim != 2:
-        fix = "Use init_device_mesh(device, (nodes, ranks_per_node))"
-        raise _error("device_mesh", f"{shape}, but {strategy.name} replicates over one axis and shards over one", fix)
-    if strategy.name in HYBRID and not mesh.mesh_dim_names:
+    if strategy.name in HYBRID:
+        if mesh.ndim != 2:
+            problem, fix = f"{shape}, but {strategy.name} has two axes", "Pass the mesh of (nodes, ranks_per_node)"
+            raise _error("device_mesh", problem, fix)
+        if mesh.mesh_dim_names:
+            return Place(spec_of(mesh), mesh)
         # FSDP1 takes a mesh without axis names, which FSDP2 needs: make a named mesh of the same groups.
         return Place(MeshSpec.hybrid(*mesh.shape), groups=(mesh.get_group(0), mesh.get_group(1)))
-    if strategy.name in HYBRID:
-        return Place(spec_of(mesh), mesh)
     if any(size > 1 for size in mesh.shape[1:]):
         problem = f"{shape}, but {strategy.name} shards over the first axis only, and the others would train separately"
         raise _error("device_mesh", problem, "Pass the axis to shard over, as in mesh['dp'], or use HYBRID_SHARD")
