@@ -7,6 +7,7 @@ first. The classes are ``FSDPState`` and ``FSDPParamGroup`` in torch (2.13 to 2.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
@@ -119,14 +120,10 @@ def is_under_way(model: nn.Module) -> bool:
     return any(each._training_state.name != "IDLE" for s in states for each in (s, *units_of(s)))
 
 
-def tensor_hooks(tensor: Tensor) -> dict[int, Any]:
-    """Return the hooks of ``register_hook``, which torch has no public way to list. Local, pure."""
-    return tensor._backward_hooks or {}
-
-
-def post_accumulate_hooks(tensor: Tensor) -> dict[int, Any] | None:
-    """Return the hooks of ``register_post_accumulate_grad_hook``; None if there never was one. Local, pure."""
-    return tensor._post_accumulate_grad_hooks
+# The hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``, which torch has no public way to list; None
+# where there never was one.
+tensor_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
+post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def set_post_accumulate_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:

@@ -123,6 +123,9 @@ def plan_of(
         _unit(tree, selection, tuple(params), tuple(inside[index]), settings if selection.entries == (0,) else inner)
         for index, (selection, params) in enumerate(zip(selections, owned, strict=True))
     )
+    if isinstance(methods, str):
+        problem, fix = f"must be a list of names, got the string {methods!r}", f"Pass forward_methods=[{methods!r}]"
+        raise PlanError(message("forward_methods", problem, "", fix))
     generate = ["generate"] * callable(getattr(tree.modules[0], "generate", None))
     trained = sorted(fqn for fqn in left_alone if tree.specs[fqn].trainable)
     note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"

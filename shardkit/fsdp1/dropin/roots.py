@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit._fsdp import not_compiled
-from shardkit._fsdp.fsdp1 import set_cast_forward_inputs
+from shardkit._fsdp.fsdp1 import optimizers_in_backward, set_cast_forward_inputs
+from shardkit.errors import message
 from shardkit.fsdp1.dropin import tensors
 from shardkit.fsdp1.dropin.record import (
+    Unavailable,
     in_full_precision,
     inner_of,
     is_wrapper,
@@ -40,6 +42,7 @@ def begin(wrapper: nn.Module) -> bool:
             _set_up_unit(each)
         _cast_behind(wrapper)
         _cast_buffers(wrapper)
+        _refuse_optimizers_in_backward(wrapper)
         announce(wrapper)
     return record.root is True
 
@@ -57,6 +60,13 @@ def _set_up_unit(wrapper: nn.Module) -> None:
         return
     sharded.set_reshard_after_forward(record.reshards, recurse=False)
     set_cast_forward_inputs(sharded, record.casts_inputs)
+
+
+def _refuse_optimizers_in_backward(root: nn.Module) -> None:
+    if any(map(optimizers_in_backward, root.parameters())):
+        rule = "FSDP2 does not step such optimizers, so nothing would train"
+        fix = "Call shardkit.optimizer_in_backward(model, factory) after wrapping instead"
+        raise Unavailable(message("_apply_optimizer_in_backward", "was called on the parameters", rule, fix))
 
 
 def _cast_behind(root: nn.Module) -> None:

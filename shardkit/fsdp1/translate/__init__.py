@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError, TranslationError, listing, message
-from shardkit.fsdp1.translate.arguments import Arguments, Decided, check_unwrapped, device_of, notes_on
+from shardkit.fsdp1.translate.arguments import Arguments, Decided, check_precision, check_unwrapped, device_of, notes_on
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped, ignored_fqns, ignored_of, wrapped_by
 from shardkit.fsdp1.translate.shard import ParamInitFn, Translation, cast_buffers, shard_translated
 from shardkit.fsdp1.translate.strategy import RESHARDING, groups_to_agree, parse_strategy, place_of
@@ -106,6 +106,7 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
     tree = ModelTree(model)
     check_unwrapped(tree)
     check_unsharded(tree, given.device_mesh if isinstance(given.device_mesh, DeviceMesh) else None, apart)
+    check_precision(given.mixed_precision)
     strategy = parse_strategy(given.sharding_strategy)
     place = place_of(strategy, given.process_group, given.device_mesh, given.ranks_per_node, given.world_size)
     ignored = ignored_of(given.ignored_modules, given.ignored_states)

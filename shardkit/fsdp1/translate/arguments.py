@@ -6,6 +6,7 @@ Notes are written for defaults too that FSDP2 does not share.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -65,6 +66,15 @@ class Arguments:
         ours = ("ignored_modules", "ranks_per_node", "world_size")
         given = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ours}
         return given | {"auto_wrap_policy": None}
+
+
+def check_precision(mixed_precision: Any) -> None:
+    """Raise TranslationError if FSDP1 would evaluate without it, which FSDP2 cannot do."""
+    if mixed_precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        problem = "is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"
+        rule = "FSDP2 computes in param_dtype in eval mode too, so losses would differ"
+        fix = "Unset the variable, or evaluate without mixed_precision"
+        raise TranslationError(message("mixed_precision", problem, rule, fix))
 
 
 def check_unwrapped(tree: ModelTree) -> None:

@@ -249,12 +249,15 @@ def test_what_fsdp2_cannot_have_is_repaired_and_noted():
 # Errors.
 
 
-def test_what_fsdp1_has_wrapped_is_refused():
+def test_what_fsdp1_has_wrapped_and_evaluating_in_full_precision_are_refused(monkeypatch):
     with fake_world(2):
         model = Decoder()
         model.layers[1] = fsdp1(model.layers[1])
         with pytest.raises(TranslationError, match=r"layers.1 is wrapped by FSDP1 already"):
             translate_fsdp1(model)
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    with pytest.raises(TranslationError, match="is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"):
+        translate_fsdp1(Decoder(), mixed_precision=MixedPrecision(BF16))
 
 
 def test_what_is_no_model_or_cannot_be_sharded_is_a_translation_error():
