@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,16 +72,24 @@ def is_in_use(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._training_state.name != "IDLE"
 
 
-def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[Any], ...]:
-    """Return which of the parameters with an ``id`` in ``held`` have a gradient that is not reduced. Local, pure.
+class StepState(NamedTuple):
+    """What an optimizer's step finds in units; parameters by FQN."""
 
-    It is on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an HSDP mesh the
-    reduce-scattered gradients of a unit wait for the all-reduce. And which in ``held`` are unsharded ones themselves,
-    and units with gradients, each with the names of those in ``held`` that have none; which have tensor hooks; and
-    which of these units were written to while they were gathered.
+    waiting: list[str]  # have a gradient that is not reduced
+    copies: list[str]  # gathered ones that the optimizer holds
+    without: list[tuple[FSDPUnit, str]]  # each unit with gradients, and the names of those without one
+    hooked: list[str]  # have hooks of ``register_hook``
+    written: list[str]  # were written to while they were gathered
+
+
+def not_ready(units: Iterable[Any], held: Collection[int]) -> StepState:
+    """Look at the parameters of units with an ``id`` in ``held``. Local, pure.
+
+    A gradient that waits is on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an
+    HSDP mesh the reduce-scattered gradients of a unit wait for the all-reduce.
     """
     # In one function without calls, because this runs in every step.
-    waiting, copies, without, hooked, written = [], [], [], [], []
+    waiting, copies, without, hooked, written = StepState([], [], [], [], [])
     for unit in units:
         names, found, changed = "", False, []
         for param in unit.fsdp_params:
@@ -106,7 +114,7 @@ def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[Any], .
         if found:
             without.append((unit, names))
             written += changed
-    return waiting, copies, without, hooked, written
+    return StepState(waiting, copies, without, hooked, written)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
