@@ -29,9 +29,7 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
         problems.append(message("model", problem, "", "Pass the whole model"))
     inside = {below for fqn in apart for below in tree.subtree(tree.places[fqn])}
     if sharded := [tree.fqns[entry] or "(root)" for entry in tree.instances(FSDPModule) if entry not in inside]:
-        fix = (
-            "To share it between models, shard the other parts of each by themselves. For another plan, build it again"
-        )
+        fix = "To share it between models, shard their other parts by themselves. For another plan, build it again"
         problems.append(message(listing(sharded, 6), "is sharded already", "A model is sharded once, by one plan", fix))
     # DTensors over later axes of the mesh may be experts, which is known once there is a plan.
     first = set((mesh.mesh_dim_names or ())[:1]) if mesh is not None else set()

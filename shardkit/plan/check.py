@@ -18,7 +18,11 @@ def problems(plan: PlanData) -> Iterator[str]:
 
 
 def _whole_plan(plan: PlanData) -> Iterator[str]:
-    if plan.prefetch < 0:
+    if found := [unit.name for unit in plan.units if getattr(unit.mp_policy, "param_dtype_override_fn", None)]:
+        rule = "A plan is plain data, which ranks compare and JSON stores"
+        fix = "Give the modules that keep their dtype a unit with a policy of its own, or set ignored_params"
+        yield message("mp_policy", f"has a param_dtype_override_fn for {listing(found, 6)}", rule, fix)
+    if type(plan.prefetch) is not int or plan.prefetch < 0:
         yield message("prefetch", f"must be a number of units, 0 or more, got {plan.prefetch!r}", "", "Use prefetch=1")
     if plan.replicated and not any(unit.params for unit in plan.units):
         names = listing(plan.replicated, 6)
@@ -74,9 +78,12 @@ def _shard_dims(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         for fqn, dim in unit.shard_dims:
             ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
-            size = plan.specs[fqn].shape[dim] if fqn in plan.specs else 0
-            if size % ranks:
-                problem = f"is sharded on dim {dim}, whose size {size} the {ranks} ranks of {axis} do not divide"
+            shape = plan.specs[fqn].shape if fqn in plan.specs and fqn in unit.params else ()
+            if not 0 <= dim < len(shape):
+                problem = f"is sharded on dim {dim} in {unit.name}, where its shape is {shape}"
+                rule = "Dims count from 0"
+            elif shape[dim] % ranks:
+                problem = f"is sharded on dim {dim}, whose size {shape[dim]} the {ranks} ranks of {axis} do not divide"
                 rule = "FSDP2 shards on dims other than 0 in equal parts only"
             elif is_world_size(unit.reshard_after_forward):
                 problem = f"is sharded on dim {dim}, with reshard_after_forward={unit.reshard_after_forward}"

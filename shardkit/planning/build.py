@@ -181,6 +181,7 @@ def _unit(
     tree: ModelTree, selection: Selection, params: tuple[str, ...], blocks: tuple[str, ...], settings: Settings
 ) -> ShardUnit:
     chosen = selection.overrides
+    policy = chosen.get("checkpoint_activations", bool(blocks) and settings.checkpoint_activations)
     reshard, dim = chosen.get("reshard_after_forward", settings.reshard_after_forward), chosen.get("shard_dim")
     return ShardUnit(
         modules=tuple(tree.fqns[entry] for entry in selection.entries),
@@ -188,9 +189,7 @@ def _unit(
         reshard_after_forward=selection.reshard if reshard is None else reshard,
         mp_policy=chosen.get("mp_policy", settings.mp_policy),
         offload_policy=chosen.get("offload_policy", settings.offload_policy),
-        checkpoint_activations=named_policy(
-            chosen.get("checkpoint_activations", bool(blocks) and settings.checkpoint_activations)
-        ),
+        checkpoint_activations=named_policy(policy),
         compile=chosen.get("compile", settings.compile and bool(blocks)),
         blocks=blocks,
         shard_dims=tuple((fqn, dim) for fqn in params if len(tree.specs[fqn].shape) > dim) if dim else (),

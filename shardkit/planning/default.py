@@ -70,11 +70,8 @@ def _join_small(tree: ModelTree, blocks: Blocks) -> list[tuple[int, ...]]:
         before, parent = units[-1] if units else (0,), tree.parents[block]
         # Only in a Sequential, which calls one after the other: a unit reshards when all its modules have run.
         follows = tree.ends[before[-1]] == block and tree.parents[before[-1]] == parent
-        if (
-            follows
-            and blocks.size(before) < blocks.small
-            and type(tree.modules[parent]).forward is nn.Sequential.forward
-        ):
+        in_sequence = type(tree.modules[parent]).forward is nn.Sequential.forward
+        if follows and in_sequence and blocks.size(before) < blocks.small:
             units[-1] = (*before, block)
         else:
             units.append((block,))

@@ -31,12 +31,8 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
         ranks = plan.mesh_of(unit).shard_size
         for spec in plan.split_specs(unit):
             # torch takes no other dim where it reshards to fewer ranks.
-            if (
-                not spec.shape
-                or spec.shape[0] % ranks == 0
-                or spec.fqn in keep
-                or is_world_size(unit.reshard_after_forward)
-            ):
+            stays = spec.fqn in keep or is_world_size(unit.reshard_after_forward)
+            if stays or not spec.shape or spec.shape[0] % ranks == 0:
                 continue
             if dim := next((dim for dim, size in enumerate(spec.shape) if size % ranks == 0), 0):
                 waste = spec.nbytes_of(spec.shard_numel(ranks)) - spec.nbytes // ranks

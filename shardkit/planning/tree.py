@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardkit._torch import has_own_dispatch
 from shardkit.errors import PlanError, listing, message
@@ -108,6 +109,9 @@ class ModelTree:
         return first
 
     def _spec(self, fqn: str, param: nn.Parameter) -> ParamSpec:
+        if is_lazy(param):
+            rule, fix = "A lazy module has no shapes before its first forward", "Call the model once before sharding"
+            raise PlanError(message(fqn, "is not initialized", rule, fix))
         spec = ParamSpec(fqn, tuple(param.shape), param.dtype, param.requires_grad)
         if type(param) is nn.Parameter or not has_own_dispatch(type(param)):
             return spec

@@ -31,7 +31,7 @@ logger = logging.getLogger("shardkit")
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced, while someone holds it
 _units: WeakSet[Any] = WeakSet()  # of the models that are watched
-_whole: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by model, what sharding left whole
+_whole: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()  # by model, what sharding left whole
 _checked: WeakSet[Optimizer] = WeakSet()  # for low precision, and for parameters added after sharding
 _without: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by optimizer and unit, what had no gradients at first
 asleep: WeakSet[Any] = WeakSet()  # models whose memory is on the CPU
@@ -47,7 +47,7 @@ def replacing(model: nn.Module) -> Iterator[None]:
         now = set(model.parameters())
         _replaced.update({param: fqn for param, fqn in held.items() if param not in now})
     if dist.get_world_size() > 1:
-        _whole[model] = {fqn for fqn, param in model.named_parameters() if not isinstance(param, DTensor)}
+        _whole[model] = {fqn: ref(param) for fqn, param in model.named_parameters() if not isinstance(param, DTensor)}
     watch_gradients(model)
 
 
@@ -164,8 +164,9 @@ def _warn_at_first_step(name: str, params: list[Tensor], held: set[int]) -> None
     if low := low_precision_problem(named, name):
         logger.warning(low)
     for model, whole in _whole.items():
+        known = {*whole, *(id(weak()) for weak in whole.values())}  # a wrapper renames, a load may replace
         own = [(fqn, p) for fqn, p in named_sharded_parameters(model) if id(p) in held and p.requires_grad]
-        if added := [fqn for fqn, param in own if not isinstance(param, DTensor) and fqn not in whole]:
+        if added := [fqn for fqn, p in own if not isinstance(p, DTensor) and known.isdisjoint((fqn, id(p)))]:
             problem = f"trains {len(added)} parameters that were added after sharding: {listing(added)}"
             rule = "No one reduces their gradients: each rank updates its own copy, and the copies drift apart"
             fix = "Add modules before shard_model, or all-reduce the gradients before optimizer.step()"

@@ -29,7 +29,7 @@ from shardkit import (
     plan_model,
 )
 from shardkit._fsdp import fsdp_units
-from shardkit._torch import units_of
+from shardkit._torch import torch_version, units_of
 from shardkit.plan import is_world_size
 from shardkit.testing import comm_counts, fake_world
 
@@ -339,3 +339,10 @@ def test_the_reduce_dtype_is_resolved() -> None:
     assert edited == plan == ShardingPlan.from_dict(plan.to_dict())
     given = plan_model(model, mesh=EIGHT, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     assert {unit.mp_policy.reduce_dtype for unit in given.units} == {torch.bfloat16}
+
+
+@pytest.mark.skipif(torch_version() < (2, 15), reason="MixedPrecisionPolicy has no param_dtype_override_fn before 2.15")
+def test_a_function_in_a_policy_is_refused() -> None:
+    policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None)
+    with pytest.raises(PlanError, match=r"^mp_policy has a param_dtype_override_fn for .* plain data"):
+        plan_model(Decoder(), mesh=EIGHT, mp_policy=policy)

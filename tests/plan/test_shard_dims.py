@@ -46,10 +46,13 @@ def test_a_rule_sets_the_dim_of_what_has_one() -> None:
     }
 
 
-def test_no_other_dim_where_torch_reshards_to_fewer_ranks() -> None:
+def test_what_cannot_be() -> None:
     plan = plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock"))
     with pytest.raises(PlanError, match="is sharded on dim 1, with reshard_after_forward=2"):
         on_dims(plan, {UP: 1}, reshard_after_forward=2).check()
+    for dim in (3, -1):
+        with pytest.raises(PlanError, match=rf"on dim {dim} in layers\.0, where its shape is \(2, 8, 32\)"):
+            on_dims(plan, {UP: dim}).check()
 
 
 def test_a_rule_whose_dim_does_not_divide_names_each_parameter() -> None:

@@ -109,8 +109,11 @@ def test_settings_that_do_not_fit() -> None:
         asked = f"has reshard_after_forward={ranks}"
         with refused(model, asked, "Use 1, 2, 4, 8, True or False", "8 ranks of axis dp_shard"):
             plan_model(model, reshard_after_forward=ranks, mesh=EIGHT)
-    with refused(model, "prefetch must be a number of units, 0 or more, got -1"):
-        plan_model(model, mesh=EIGHT, prefetch=-1)
+    for prefetch in (-1, 1.5, "1"):
+        with refused(model, f"prefetch must be a number of units, 0 or more, got {prefetch!r}"):
+            plan_model(model, mesh=EIGHT, prefetch=prefetch)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"^1\.weight is not initialized\. A lazy module has no shapes before"):
+        plan_model(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), mesh=EIGHT)
     with refused(model, "ignored_params has a Parameter, nothing, not in the model"):
         plan_model(model, mesh=EIGHT, ignored_params=[Decoder().embed.weight, "nothing"])
 

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW
 
@@ -219,6 +220,17 @@ def test_a_warning_once_of_what_is_lost(caplog, lost):
             optimizer.step()
     (text,) = caplog.messages
     assert re.match(WARNINGS[lost], text)
+
+
+def test_no_warning_of_parameters_that_were_there_before_by_another_name_or_as_another_tensor(caplog):
+    ranks._warned.clear()
+    with fake_world(2), caplog.at_level(logging.WARNING, "shardkit"):
+        model = shard_model(net(), ignored_params=["0.bias", "2.bias"])
+        caplog.clear()
+        model[0] = checkpoint_wrapper(model[0])
+        model[2].bias = nn.Parameter(torch.zeros(4))
+        AdamW(model.parameters()).step()
+    assert caplog.messages == []
 
 
 class Experts(nn.Module):
