@@ -229,7 +229,6 @@ def commit_checkpoint(
 
     def write() -> list[int]:
         if is_first:
-            directory.finish_deletions()
             directory.clear_stale(path, token)
         draft.mkdir(parents=True, exist_ok=True)
         beside.extend(write_own(draft, of_first, ranks) if is_first else ())
@@ -237,6 +236,7 @@ def commit_checkpoint(
         return [int(content.quantized), *chain.from_iterable(numbers)]
 
     with directory.temporary_directory(path, token, is_first=is_first) as draft:
+        directory.finish_deletions()
         equal = each_equal(map(repr, content.random.values()), groups)
         random = {kind: state for (kind, state), same in zip(content.random.items(), equal, strict=True) if same}
         layouts["random"] = _rows_of({k: state for k, state in content.random.items() if k not in random}, ranks)
