@@ -7,8 +7,9 @@ first. The classes are ``FSDPState`` and ``FSDPParamGroup`` in torch (2.13 to 2.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,16 +72,24 @@ def is_in_use(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._training_state.name != "IDLE"
 
 
-def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[Any], ...]:
-    """Return which of the parameters with an ``id`` in ``held`` have a gradient that is not reduced. Local, pure.
+class StepState(NamedTuple):
+    """What an optimizer's step finds in units; parameters by FQN."""
 
-    It is on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an HSDP mesh the
-    reduce-scattered gradients of a unit wait for the all-reduce. And which in ``held`` are unsharded ones themselves,
-    and units with gradients, each with the names of those in ``held`` that have none; which have tensor hooks; and
-    which of these units were written to while they were gathered.
+    waiting: list[str]  # have a gradient that is not reduced
+    copies: list[str]  # gathered ones that the optimizer holds
+    without: list[tuple[FSDPUnit, str]]  # each unit with gradients, and the names of those without one
+    hooked: list[str]  # have hooks of ``register_hook``
+    written: list[str]  # were written to while they were gathered
+
+
+def not_ready(units: Iterable[Any], held: Collection[int]) -> StepState:
+    """Look at the parameters of units with an ``id`` in ``held``. Local, pure.
+
+    A gradient that waits is on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an
+    HSDP mesh the reduce-scattered gradients of a unit wait for the all-reduce.
     """
     # In one function without calls, because this runs in every step.
-    waiting, copies, without, hooked, written = [], [], [], [], []
+    waiting, copies, without, hooked, written = StepState([], [], [], [], [])
     for unit in units:
         names, found, changed = "", False, []
         for param in unit.fsdp_params:
@@ -105,7 +114,7 @@ def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[Any], .
         if found:
             without.append((unit, names))
             written += changed
-    return waiting, copies, without, hooked, written
+    return StepState(waiting, copies, without, hooked, written)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -119,14 +128,10 @@ def is_under_way(model: nn.Module) -> bool:
     return any(each._training_state.name != "IDLE" for s in states for each in (s, *units_of(s)))
 
 
-def tensor_hooks(tensor: Tensor) -> dict[int, Any]:
-    """Return the hooks of ``register_hook``, which torch has no public way to list. Local, pure."""
-    return tensor._backward_hooks or {}
-
-
-def post_accumulate_hooks(tensor: Tensor) -> dict[int, Any] | None:
-    """Return the hooks of ``register_post_accumulate_grad_hook``; None if there never was one. Local, pure."""
-    return tensor._post_accumulate_grad_hooks
+# The hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``, which torch has no public way to list; None
+# where there never was one.
+tensor_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
+post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def set_post_accumulate_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:

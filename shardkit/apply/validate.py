@@ -55,7 +55,7 @@ def check_made_for(tree: ModelTree, plan: ShardingPlan) -> None:
         raise PlanError(message("plan", f"must be a ShardingPlan, got {type(plan).__name__}", "", fix))
     plan.check()
     refuse(_split(tree, plan))
-    refuse([*_other_params(tree, plan), *_other_modules(tree, plan)])
+    refuse(_of_another(tree, plan))
     refuse([*_other_owners(tree, plan), *method_problems(tree, plan)])
 
 
@@ -68,7 +68,7 @@ def check_fit(tree: ModelTree, plan: ShardingPlan) -> None:
 _OTHER_MODEL = ("A plan is for one model", "Make the plan from this model with plan_model")
 
 
-def _other_params(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+def _of_another(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     mine = tree.specs
     for owner, fqns in (("plan", mine.keys() - plan.specs.keys()), ("model", plan.specs.keys() - mine.keys())):
         if fqns:
@@ -79,11 +79,8 @@ def _other_params(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         if changed := [name for name in ParamSpec.__annotations__ if getattr(now, name) != getattr(was, name)]:
             texts = [", ".join(f"{name} {getattr(spec, name)}" for name in changed) for spec in (now, was)]
             yield message(fqn, f"has {texts[0]} in the model and {texts[1]} in the plan", *_OTHER_MODEL)
-
-
-def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    fqns = [*(fqn for unit in plan.units for fqn in unit.modules), *dict(plan.tiles)]
-    if missing := [fqn for fqn in fqns if fqn not in tree.places]:
+    named = [*(fqn for unit in plan.units for fqn in unit.modules), *dict(plan.tiles)]
+    if missing := [fqn for fqn in named if fqn not in tree.places]:
         yield message("plan", f"is for another model: the model has no module {listing(missing)}", *_OTHER_MODEL)
 
 

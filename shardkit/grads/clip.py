@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -14,17 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit._torch import plain_attributes, sharded_parameters
-from shardkit._torch.steps import (
-    by_device_and_dtype,
-    foreach_mul_,
-    foreach_norm,
-    local_tensors,
-    mesh_of,
-    placements_of,
-    redistributed,
-    steps_in_backward,
-)
+from shardkit._torch import local_tensor, plain_attributes, sharded_parameters, steps
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import collective_device, note
 from shardkit.shards import device_of
@@ -81,15 +73,16 @@ def clip_grad_norm_(
     note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
     with plain_attributes():
         grads = [param.grad for param in params]
-        norm = _total_norm(params, grads, p, group)
+        buckets, plain, partial = _split(params, grads)
+        norm = _total_norm(params, buckets, plain, p, group)
     if error_if_nonfinite and not norm.isfinite():
         problem = f"have the norm {norm.item()} of order {p:g}, and error_if_nonfinite=True"
         fix = "Skip this step, or lower the loss scale or learning rate"
         raise ShardkitError(message("gradients", problem, "No gradient was changed", fix))
     # Also by a factor of 1: to look at it would wait for the device.
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for same in by_device_and_dtype(grads):
-        foreach_mul_(same, factor.to(same[0].device))
+    for same in [*chain(*(each.kinds for each in buckets)), *steps.by_device_and_dtype([*plain, *partial])]:
+        steps.foreach_mul_(same, factor.to(same[0].device))
     return norm
 
 
@@ -112,49 +105,61 @@ class _Bucket:
     placements: tuple[Placement, ...]
     grads: list[Tensor] = field(default_factory=list)
 
+    @cached_property
+    def kinds(self) -> list[list[Tensor]]:
+        """The gradients in groups that one kernel accepts, once all are there."""
+        return steps.by_device_and_dtype(self.grads)
+
     def axes(self, *, sharding: bool) -> list[dist.ProcessGroup]:
         """Return the axes that shard, or those that do not."""
         axes = zip(self.mesh.get_all_groups(), self.placements, strict=True)
         return [axis for axis, place in axes if axis.size() > 1 and place.is_replicate() is not sharding]
 
 
-def _total_norm(params: list[Tensor], grads: list[Tensor | None], p: float, group: dist.ProcessGroup | None) -> Tensor:
-    pairs = list(zip(params, grads, strict=True))
-    if steps_in_backward(param for param, grad in pairs if grad is None):
-        problem = "are stepped in backward, after which they have no gradients"
-        rule = "A norm of all gradients needs all of them at once"
-        fix = "Do not clip, or use an optimizer that steps after backward instead of optimizer_in_backward"
-        raise ShardkitError(message("parameters", problem, rule, fix))
-    plain = [grad for param, grad in pairs if not isinstance(param, DTensor) and grad is not None]
-    buckets = _buckets(params, grads)
+def _total_norm(
+    params: list[Tensor], buckets: list[_Bucket], plain: list[Tensor], p: float, group: dist.ProcessGroup | None
+) -> Tensor:
     if buckets:
         has_plain = any(not isinstance(param, DTensor) for param in params)
         total = _mesh_power(buckets, plain, has_plain, p)
     elif group is None:
         return nn.utils.get_total_norm(plain, p)
     else:
-        total = _power_sum(plain, p, torch.device(collective_device(group)))
+        total = _power_sum(steps.by_device_and_dtype(plain), p, torch.device(collective_device(group)))
     if group is not None:
         total = _all_reduced(total, p, [group])
     doubles = not {torch.float64, torch.complex128}.isdisjoint(map(attrgetter("dtype"), params))
     return (total if p == math.inf else total.pow(1 / p)).to(torch.float64 if doubles else torch.float32)
 
 
-def _buckets(params: list[Any], grads: list[Tensor | None]) -> list[_Bucket]:
-    """Return a bucket for each mesh that this rank is in and its placements, also without gradients."""
+def _split(params: list[Any], grads: list[Tensor | None]) -> tuple[list[_Bucket], list[Tensor], list[Tensor]]:
+    """Return a bucket for each mesh that this rank is in and its placements, also without gradients; the plain ones.
+
+    And the memory of those that are Partial, as tensor parallelism leaves them: buckets have their sums, as copies.
+    """
+    if steps.steps_in_backward(param for param, grad in zip(params, grads, strict=True) if grad is None):
+        problem = "are stepped in backward, after which they have no gradients"
+        rule = "A norm of all gradients needs all of them at once"
+        fix = "Do not clip, or use an optimizer that steps after backward instead of optimizer_in_backward"
+        raise ShardkitError(message("parameters", problem, rule, fix))
     buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Bucket] = {}
     bucket: _Bucket | None = None
-    layouts = placements_of(params)
-    # Tensor parallelism may leave Partial gradients, whose parts have no norm of their own.
-    for param, layout, local in zip(params, layouts, local_tensors(grads, params, layouts, redistributed), strict=True):
-        if layout is None:
-            continue
-        if bucket is None or mesh_of(param) is not bucket.mesh or layout != bucket.placements:
-            mesh = mesh_of(param)
-            bucket = buckets.setdefault((mesh, layout), _Bucket(mesh, layout))  # to hash all would cost more
-        if local is not None:
-            bucket.grads.append(local)
-    return [bucket for bucket in buckets.values() if bucket.mesh.get_coordinate() is not None]
+    plain, partial = list[Tensor](), list[Tensor]()
+
+    def summed(grad: DTensor, param: Any) -> Tensor:
+        partial.append(local_tensor(grad))
+        return steps.redistributed(grad, param).clone()  # which a mesh of one rank may return as it is
+
+    layouts = steps.placements_of(params)
+    parts = steps.local_tensors(grads, params, layouts, summed)
+    for param, layout, part in zip(params, layouts, parts, strict=True):
+        if layout is not None:
+            mesh = steps.mesh_of(param)
+            if bucket is None or mesh is not bucket.mesh or layout != bucket.placements:
+                bucket = buckets.setdefault((mesh, layout), _Bucket(mesh, layout))  # to hash all would cost more
+        if part is not None:
+            (plain if layout is None or bucket is None else bucket.grads).append(part)
+    return [each for each in buckets.values() if each.mesh.get_coordinate() is not None], plain, partial
 
 
 def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p: float) -> Tensor:
@@ -172,32 +177,32 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
     used = {axis for each in buckets if each not in parts for axis in each.axes(sharding=True)}
     axes = tuple(axis for axis in groups if axis.size() > 1 and (has_plain or parts or axis in used))
 
-    def share(grads: list[Tensor], copies: Iterable[dist.ProcessGroup]) -> Tensor:
+    def share(kinds: list[list[Tensor]], copies: Iterable[dist.ProcessGroup]) -> Tensor:
         """What this rank adds to the sum, which counts each element as often as there are copies."""
-        power = _power_sum(grads, p, device_of(largest.mesh))
+        power = _power_sum(kinds, p, device_of(largest.mesh))
         return power if p == math.inf else power / math.prod(axis.size() for axis in copies)
 
-    powers = [share(plain, axes)] if plain else []
+    powers = [share(steps.by_device_and_dtype(plain), axes)] if plain else []
     for each in buckets:
         is_own = each in parts  # otherwise the ranks along an axis that does not shard it hold the same
         copies = each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
-        powers.append(share(each.grads, copies))
+        powers.append(share(each.kinds, copies))
     stacked = torch.stack(powers)
     return _all_reduced(stacked.max() if p == math.inf else stacked.sum(), p, axes)
 
 
-def _power_sum(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
+def _power_sum(kinds: list[list[Tensor]], p: float, device: torch.device) -> Tensor:
     """Return the sum of ``|g| ** p`` over this rank's elements, or for p = inf the largest ``|g|``: float64, 0-d.
 
     Each tensor's own norm is float32 as in torch. Across tensors and ranks, float64 keeps squares from overflowing,
     and the order of the sum below the last bit of the float32 result.
     """
     norms = [torch.zeros(1, dtype=torch.float64, device=device)]
-    if p == math.inf:
-        grads = [grad for grad in grads if grad.numel()]  # an empty shard has no largest element
-    for same in by_device_and_dtype(grads):
+    for same in kinds:
+        if p == math.inf:
+            same = [grad for grad in same if grad.numel()] or [same[0].new_zeros(1)]  # an empty shard has no largest
         dtype = torch.promote_types(same[0].dtype, torch.float32)
-        norms.append(torch.stack(foreach_norm(same, p, dtype=dtype)).to(device, torch.float64))
+        norms.append(torch.stack(steps.foreach_norm(same, p, dtype=dtype)).to(device, torch.float64))
     flat = torch.cat(norms)
     return flat.max() if p == math.inf else flat.pow(p).sum()
 

@@ -14,17 +14,8 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Optimizer
 
-from shardkit._torch import local_tensor, plain_attributes, with_local
+from shardkit._torch import local_tensor, plain_attributes, steps, with_local
 from shardkit._torch.dispatch import tree_leaves, tree_map
-from shardkit._torch.steps import (
-    COLLECT,
-    count_for_schedulers,
-    counts_for_schedulers,
-    local_tensors,
-    note_step,
-    placements_of,
-    redistributed,
-)
 from shardkit.errors import ShardkitError, message
 
 # torch's optimizers whose update of an element reads only that element of parameter, gradient and state.
@@ -85,7 +76,7 @@ def _check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
     kind = type(optimizer)
     for each in ELEMENTWISE:
         same_step = isinstance(optimizer, each) and step_of(kind) is step_of(each)
-        if same_step and getattr(kind, COLLECT) is getattr(each, COLLECT):
+        if same_step and getattr(kind, steps.COLLECT) is getattr(each, steps.COLLECT):
             return
     is_torchs = step_of(kind).__module__.startswith("torch.optim.")
     if vouched and not is_torchs:
@@ -100,11 +91,11 @@ def _check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
 @functools.cache
 def _local_class(base: Any) -> Any:
     inner = step_of(base)
-    collects = hasattr(base, COLLECT) and inner.__module__.startswith("torch.optim")
+    collects = hasattr(base, steps.COLLECT) and inner.__module__.startswith("torch.optim")
 
     @functools.wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note_step(self)
+        steps.note_step(self)
         threads = torch.get_num_threads()
         if self.cpu_threads is not None:
             torch.set_num_threads(self.cpu_threads)
@@ -118,7 +109,7 @@ def _local_class(base: Any) -> Any:
 
     body: dict[str, Any] = {"steps_on_local_shards": True}
     if collects:
-        body[COLLECT] = _collecting(getattr(base, COLLECT))
+        body[steps.COLLECT] = _collecting(getattr(base, steps.COLLECT))
     return stepping_class(base, _local_class, step, body, kept="cpu_threads")
 
 
@@ -139,14 +130,14 @@ def _collecting(collect: Callable[..., Any]) -> Callable[..., Any]:
     def collect_locals(self: Any, group: dict[str, Any], params: list[Any], grads: list[Any], *state: list[Any]) -> Any:
         with plain_attributes():
             result = collect(self, group, params, grads, *state)
-            layouts = placements_of(params)
-            grads[:] = local_tensors(grads, params, layouts, redistributed)
+            layouts = steps.placements_of(params)
+            grads[:] = steps.local_tensors(grads, params, layouts, steps.redistributed)
             for values in state:
                 if values:  # torch leaves the list empty of a kind of state that these options do not use
-                    values[:] = local_tensors(values, params, layouts, _number_or_refuse)
+                    values[:] = steps.local_tensors(values, params, layouts, _number_or_refuse)
             if isinstance(self, SGD):
                 vars(self).setdefault("collected", []).extend(params)
-            params[:] = local_tensors(params, params, layouts, redistributed)
+            params[:] = steps.local_tensors(params, params, layouts, steps.redistributed)
         if isinstance(self, Adam) and _step_as_list(group, params):
             group["foreach"] = True  # until finish_step
             vars(self).setdefault("listed", []).append(group)
@@ -262,13 +253,14 @@ def _local_state(param: Any, values: Any) -> Any:
         return values
     leaves = tree_leaves(values)
     params = [param] * len(leaves)
-    found = iter(local_tensors(leaves, params, placements_of(params), _number_or_refuse))
+    found = iter(steps.local_tensors(leaves, params, steps.placements_of(params), _number_or_refuse))
     return tree_map(lambda _: next(found), values)
 
 
 def _aliases(params: list[Tensor]) -> dict[Tensor, Tensor]:
     """Map each sharded parameter to a leaf on the memory of its shard, with its gradient; a plain one to itself."""
-    grads = local_tensors([param.grad for param in params], params, placements_of(params), redistributed)
+    own = [param.grad for param in params]
+    grads = steps.local_tensors(own, params, steps.placements_of(params), steps.redistributed)
     aliases = dict(zip(params, params, strict=True))
     for param, grad in zip(params, grads, strict=True):
         if isinstance(param, DTensor):
@@ -291,7 +283,7 @@ def check_replaceable(optimizer: object, caller: str) -> None:
             problem = f"is {outer}, which wraps another one in its attribute {name!r}, where the state is"
             fix = f"Wrap the inner one: {outer}({caller}({type(value).__name__}(...)))"
             raise ShardkitError(message("optimizer", problem, "", fix))
-    if "step" in vars(optimizer) and not counts_for_schedulers(optimizer.step):
+    if "step" in vars(optimizer) and not steps.counts_for_schedulers(optimizer.step):
         rule, fix = f"{caller} replaces the step of the class", f"Call {caller} before optimizer.step is replaced"
         raise ShardkitError(message("optimizer.step", f"was replaced by {vars(optimizer)['step']!r}", rule, fix))
     ways = {"step_on_local_shards": "steps_on_local_shards", "step_on_whole_matrices": "steps_on_whole_matrices"}
@@ -338,5 +330,5 @@ def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the step for a class: it runs the user's hooks, and LR schedulers do not wrap it."""
     outer: Any = Optimizer.profile_hook_step(step)
     outer.hooked = True  # as torch marks it, so that it is not wrapped again
-    count_for_schedulers(outer)
+    steps.count_for_schedulers(outer)
     return outer  # type: ignore[no-any-return]

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit._torch import is_wrapper, local_tensor
+from shardkit._torch import is_wrapper
 from shardkit._torch.dispatch import tree_leaves, tree_map
 from shardkit._torch.steps import note_step
 from shardkit.boxes import Batch, ModelGroup, copy_into, holders, wire_device
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.local import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
 from shardkit.ranks import all_gather_bytes, together
-from shardkit.shards import Box, cut, dtensor_from_local, local_box
+from shardkit.shards import Box, cut, dtensor_from_local, local_box, local_value
 
 BUCKET_BYTES = 1 << 26  # of parameters, on each rank
 _Numbers = dict[tuple[Any, Any], Any]  # by place, a group's index or one of the two others, and name
@@ -117,8 +117,8 @@ class _Matrix:
     def of_stored(self, stored: Tensor) -> Tensor:
         """Return the part of this matrix that this rank holds, as a view."""
         if self.index is None:
-            return _local(stored)
-        return _local(stored)[self.index - (local_box(stored)[0][0] if isinstance(stored, DTensor) else 0)]
+            return local_value(stored)
+        return local_value(stored)[self.index - (local_box(stored)[0][0] if isinstance(stored, DTensor) else 0)]
 
 
 @dataclass
@@ -212,7 +212,7 @@ def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
             return stored.clone() if isinstance(stored, Tensor) else stored  # slices share it
         whole = None
         if matrix.owner == here:
-            skip, device = int(matrix.index is not None), _local(stored).device
+            skip, device = int(matrix.index is not None), local_value(stored).device
             whole = torch.empty_strided(stored.shape[skip:], stored.stride()[skip:], dtype=stored.dtype, device=device)
         for rank, box in matrix.held(stored):
             if whole is not None and rank == here:
@@ -307,7 +307,7 @@ def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
         old = next(before)
         if not isinstance(leaf, _Described):
             return leaf
-        device = torch.device("cpu") if leaf.on_cpu else _local(param).device
+        device = torch.device("cpu") if leaf.on_cpu else local_value(param).device
         if not leaf.shape:
             return torch.tensor(leaf.value, dtype=leaf.dtype, device=device)
         shape = torch.Size([len(param), *leaf.shape]) if sliced else leaf.shape
@@ -331,10 +331,6 @@ def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
     if held or leaves:
         optimizer.state[param] = made
     return made
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # ---- numbers that a step changes besides parameters and their state, such as a count of steps ---------------------

@@ -61,24 +61,29 @@ def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
 def _world_size_to_reshard_to(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         value = unit.reshard_after_forward
-        ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
-        if is_world_size(value) and (value < 1 or ranks % value):
-            fits = listing(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
-            rule = f"As an int it must divide the {ranks} ranks of axis {axis}"
-            yield message(unit.name, f"has reshard_after_forward={value}", rule, f"Use {fits}, True or False")
+        if is_world_size(value):
+            ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
+            fits = [number for number in range(1, ranks + 1) if ranks % number == 0]
+            if value not in fits:
+                rule = f"As an int it must divide the {ranks} ranks of axis {axis}"
+                fix = f"Use {listing(map(str, fits))}, True or False"
+                yield message(unit.name, f"has reshard_after_forward={value}", rule, fix)
 
 
 def _shard_dims(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
-        ranks, axis, dims = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1], dict(unit.shard_dims)
-        for fqn, shape in ((spec.fqn, spec.shape) for spec in plan.specs_of(unit) if spec.fqn in dims):
-            dim, size, fix = dims[fqn], shape[dims[fqn]], f"Use another dim, or dim 0, for {fqn}"
+        for fqn, dim in unit.shard_dims:
+            ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
+            size = plan.specs[fqn].shape[dim] if fqn in plan.specs else 0
             if size % ranks:
                 problem = f"is sharded on dim {dim}, whose size {size} the {ranks} ranks of {axis} do not divide"
-                yield message(fqn, problem, "FSDP2 shards on dims other than 0 in equal parts only", fix)
+                rule = "FSDP2 shards on dims other than 0 in equal parts only"
             elif is_world_size(unit.reshard_after_forward):
                 problem = f"is sharded on dim {dim}, with reshard_after_forward={unit.reshard_after_forward}"
-                yield message(fqn, problem, "torch reshards to fewer ranks on dim 0 only", fix)
+                rule = "torch reshards to fewer ranks on dim 0 only"
+            else:
+                continue
+            yield message(fqn, problem, rule, f"Use another dim, or dim 0, for {fqn}")
 
 
 def _may_skip(plan: PlanData) -> Iterator[str]:

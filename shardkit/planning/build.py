@@ -123,6 +123,9 @@ def plan_of(
         _unit(tree, selection, tuple(params), tuple(inside[index]), settings if selection.entries == (0,) else inner)
         for index, (selection, params) in enumerate(zip(selections, owned, strict=True))
     )
+    if isinstance(methods, str):
+        problem, fix = f"must be a list of names, got the string {methods!r}", f"Pass forward_methods=[{methods!r}]"
+        raise PlanError(message("forward_methods", problem, "", fix))
     generate = ["generate"] * callable(getattr(tree.modules[0], "generate", None))
     trained = sorted(fqn for fqn in left_alone if tree.specs[fqn].trainable)
     note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
@@ -202,10 +205,11 @@ def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     units = {fqn for unit in plan.units for fqn in unit.modules}
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
-        module = tree.modules[tree.places[fqn]] if fqn in tree.places else None
+        entry = tree.places.get(fqn, -1) if fqn else 0
+        module = tree.modules[entry] if entry >= 0 else None
         if not callable(getattr(module, method, None)) or method == "forward":
             problem, fix = "which is not a method besides forward of a module in the model", "Correct the name"
-        elif units.isdisjoint(tree.fqns[path] for path in tree.paths(tree.places[fqn])):
+        elif units.isdisjoint(tree.fqns[path] for path in tree.paths(entry)):
             problem = f"a method of {fqn}, which is not a unit"
             fix = f"Make {fqn} a unit with units=, or name a method of a unit or of the model that calls this one"
         else:

@@ -1,4 +1,4 @@
-"""A hook before any optimizer's step: it raises where the step would silently train nothing.
+"""A hook before any optimizer's step: it raises where the step would silently train nothing, and warns of traps.
 
 An optimizer built before sharding holds parameters that no model has any more, one built after an evaluation may hold
 gathered copies, and one that steps while gradients wait to be reduced finds none.
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._fsdp import fsdp_units, not_ready
+from shardkit._fsdp import StepState, fsdp_units, not_ready
 from shardkit._torch import named_sharded_parameters, plain_attributes
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import warn_once
@@ -90,50 +90,67 @@ def low_precision_problem(named: Iterable[tuple[str, Tensor]], subject: str | No
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    params: list[Tensor] = []  # in loops, because this runs in every step
+    params: list[Tensor] = []  # in loops and without calls that find nothing, because this runs in every step
     held: set[int] = set()  # by id: the hash of a DTensor costs ten times as much
     for group in optimizer.param_groups:
         for param in group["params"]:
             params.append(param)
             held.add(id(param))
     name = type(optimizer).__name__
-    if _replaced and (stale := [_replaced[param] for param in params if param in _replaced]):
-        problem = f"holds {len(stale)} parameters that sharding has replaced: {listing(sorted(stale))}"
-        rule = "They no longer belong to the model, so a step has no effect"
-        raise ShardkitError(message(name, problem, rule, "Build the optimizer after shard_model"))
+    if _replaced or asleep:
+        _refuse_replaced_or_asleep(name, params, held)
     if optimizer not in _checked:
         _checked.add(optimizer)
         _warn_at_first_step(name, params, held)
-    for model in asleep:
-        if not held.isdisjoint(map(id, model.parameters())):
-            problem, rule = "was called while its model is asleep", "sleep() has moved its memory to the CPU"
-            raise ShardkitError(message(f"{name}.step()", problem, rule, "Call wake(model)"))
     with plain_attributes():
-        waiting, copies, without, hooked, written = not_ready(_units, held)
-    if hooked:
-        rule = "FSDP2 sets the gradient of a sharded parameter without autograd, so the hook is not called"
-        fix = "Use param.register_post_accumulate_grad_hook, where param.grad is reduced"
-        warn_once(message(f"{name}.step()", f"found hooks of register_hook on {listing(hooked, 6)}", rule, fix))
-    if written:
-        rule = "FSDP2 frees gathered parameters, so a change in forward, or after one without backward, is lost"
-        fix = "Make it a buffer, or change it after optimizer.step(); evaluate under torch.no_grad()"
-        warn_once(message(f"{name}.step()", f"found {listing(written, 6)} changed while gathered", rule, fix))
+        found = not_ready(_units, held)
+    if found.hooked or found.written:
+        _warn_of_lost(name, found)
     first = _without.setdefault(optimizer, WeakKeyDictionary())
-    for unit, names in without:
+    for unit, names in found.without:
         if first.setdefault(unit, names) != names:
             problem = "found gradients of other parameters of a unit than in its first step"
             rule = "Where ranks use different ones, such as experts, torch adds up gradients of different parameters"
             fix = "Call model.set_reduce_scatter_unused_params(True) before training, unless all ranks use the same"
             warn_once(message(f"{name}.step()", problem, rule, fix))
-    for each in replicated_waiting:
-        for param in each.waiting():
-            if id(param) in held:
-                waiting.append(f"a replicated parameter of shape {tuple(param.shape)}")
-    if copies:
+    if found.copies or found.waiting or replicated_waiting:
+        _refuse_unready(name, held, found)
+
+
+def _refuse_replaced_or_asleep(name: str, params: list[Tensor], held: set[int]) -> None:
+    if _replaced and (stale := [_replaced[param] for param in params if param in _replaced]):
+        problem = f"holds {len(stale)} parameters that sharding has replaced: {listing(sorted(stale))}"
+        rule = "They no longer belong to the model, so a step has no effect"
+        raise ShardkitError(message(name, problem, rule, "Build the optimizer after shard_model"))
+    for model in asleep:
+        if not held.isdisjoint(map(id, model.parameters())):
+            problem, rule = "was called while its model is asleep", "sleep() has moved its memory to the CPU"
+            raise ShardkitError(message(f"{name}.step()", problem, rule, "Call wake(model)"))
+
+
+def _warn_of_lost(name: str, found: StepState) -> None:
+    """Warn of hooks that were not called, and of changes of parameters that the next all-gather overwrites."""
+    if found.hooked:
+        problem = f"found hooks of register_hook on {listing(found.hooked, 6)}"
+        rule = "FSDP2 sets the gradient of a sharded parameter without autograd, so the hook is not called"
+        fix = "Use param.register_post_accumulate_grad_hook, where param.grad is reduced"
+        warn_once(message(f"{name}.step()", problem, rule, fix))
+    if found.written:
+        problem = f"found {listing(found.written, 6)} changed while gathered"
+        rule = "FSDP2 frees gathered parameters, so a change in forward, or after one without backward, is lost"
+        fix = "Make it a buffer, or change it after optimizer.step(); evaluate under torch.no_grad()"
+        warn_once(message(f"{name}.step()", problem, rule, fix))
+
+
+def _refuse_unready(name: str, held: set[int], found: StepState) -> None:
+    """Raise where the step would train gathered copies, or not what waits for its reduction."""
+    if copies := found.copies:
         problem = f"holds {len(copies)} gathered copies of parameters: {listing(sorted(copies), 6)}"
         rule = "The next all-gather overwrites them, so a step has no effect"
         fix = "Build the optimizer right after shard_model, or call model.reshard() before"
         raise ShardkitError(message(name, problem, rule, fix))
+    replicated = [param for each in replicated_waiting for param in each.waiting() if id(param) in held]
+    waiting = found.waiting + [f"a replicated parameter of shape {tuple(param.shape)}" for param in replicated]
     if waiting:
         problem = f"was called while {len(waiting)} gradients wait to be reduced: {listing(sorted(waiting), 6)}"
         rule = "Only a backward with gradient sync through the whole unit reduces them, not those under no_sync() or "
