@@ -94,7 +94,7 @@ def save_checkpoint(
         scheduler: anything with a ``state_dict()`` of plain data, such as torch's schedulers.
         extra: plain data and plain tensors of rank 0, such as ``{"step": 100}``, which ``load_checkpoint`` returns.
         format: ``"safetensors"``, or ``"dcp"`` for ``torch.distributed.checkpoint.load``.
-        async_: return when the state is copied to CPU memory, and write it in a thread.
+        async_: return when the state is copied to CPU memory, kept for the next save, and write it in a thread.
         overwrite: replace a checkpoint at ``path``. Files of yours in it are carried over.
         keep: then delete, in a thread, all but the newest ``keep`` checkpoints beside it whose names differ only in
             numbers; never one with files of yours.
