@@ -101,8 +101,9 @@ def commit(path: Path, token: int, *, replace: bool = False, keep: int | None = 
             rotate(path, keep)
 
     if keep is not None or gone.exists():
-        _deletions.append(threading.Thread(target=delete, name="shardkit-delete"))
-        _deletions[-1].start()
+        thread = threading.Thread(target=delete, name="shardkit-delete")
+        thread.start()
+        _deletions.append(thread)  # started, since a save in the background may wait for it at once
 
 
 def finish_deletions() -> None:

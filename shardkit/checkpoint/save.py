@@ -94,7 +94,7 @@ def save_checkpoint(
         scheduler: anything with a ``state_dict()`` of plain data, such as torch's schedulers.
         extra: plain data and plain tensors of rank 0, such as ``{"step": 100}``, which ``load_checkpoint`` returns.
         format: ``"safetensors"``, or ``"dcp"`` for ``torch.distributed.checkpoint.load``.
-        async_: return when the state is copied to CPU memory, and write it in a thread.
+        async_: return when the state is copied to CPU memory, kept for the next save, and write it in a thread.
         overwrite: replace a checkpoint at ``path``. Files of yours in it are carried over.
         keep: then delete, in a thread, all but the newest ``keep`` checkpoints beside it whose names differ only in
             numbers; never one with files of yours.
@@ -229,7 +229,6 @@ def commit_checkpoint(
 
     def write() -> list[int]:
         if is_first:
-            directory.finish_deletions()
             directory.clear_stale(path, token)
         draft.mkdir(parents=True, exist_ok=True)
         beside.extend(write_own(draft, of_first, ranks) if is_first else ())
@@ -237,6 +236,7 @@ def commit_checkpoint(
         return [int(content.quantized), *chain.from_iterable(numbers)]
 
     with directory.temporary_directory(path, token, is_first=is_first) as draft:
+        directory.finish_deletions()
         equal = each_equal(map(repr, content.random.values()), groups)
         random = {kind: state for (kind, state), same in zip(content.random.items(), equal, strict=True) if same}
         layouts["random"] = _rows_of({k: state for k, state in content.random.items() if k not in random}, ranks)

@@ -193,6 +193,7 @@ def test_equal_values_are_the_same():
         assert_same_on_all_ranks(value)
     assert_same_on_all_ranks(torch.ones(4, 6, dtype=torch.bfloat16)[:, ::2])
     assert_same_on_all_ranks(torch.tensor(True))
+    assert_same_on_all_ranks(torch.ones(3).to(torch.float8_e4m3fn))
 
 
 @distributed(world_size=4)

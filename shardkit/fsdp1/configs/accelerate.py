@@ -69,7 +69,7 @@ _VERSION_1: Table = {
     ),
 }
 _VERSION_2: Table = {
-    "cpu_offload_pin_memory": switch(_PINNED, "mapped: CPUOffloadPolicy(pin_memory=False).", default=True),
+    "cpu_offload_pin_memory": switch(_PINNED, "mapped: Offloaded shards are not pinned.", default=True),
     "forward_prefetch": switch("refused: Version 2 has no such key. Remove it, or pass prefetch=1 to shard_model."),
     "backward_prefetch backward_prefetch_policy limit_all_gathers use_orig_params": "noted: Version 2 has no such key.",
     "sync_module_states": "noted: Version 2 ignores it: nothing is broadcast.",

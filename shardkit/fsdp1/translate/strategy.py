@@ -124,13 +124,13 @@ def place_of(
 
 
 def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
-    """Return groups that together reach all ranks that shard; the world if the arguments are invalid."""
+    """Return groups that together reach all ranks that shard: none on another rank, the world if they are invalid."""
     if isinstance(device_mesh, DeviceMesh):
         return device_mesh.get_all_groups()
     groups = process_group if isinstance(process_group, (tuple, list)) else (process_group,)
     if all(isinstance(group, dist.ProcessGroup) for group in groups) and groups:
         return list(groups)
-    return [None]
+    return [] if dist.GroupMember.NON_GROUP_MEMBER in groups else [None]
 
 
 def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
@@ -155,7 +155,7 @@ def _of_groups(strategy: ShardingStrategy, given: Any) -> Place:
     groups = given if isinstance(given, tuple) else (given,)
     hybrid = strategy.name in HYBRID
     if len(groups) != 1 + hybrid or not all(isinstance(group, dist.ProcessGroup) for group in groups):
-        problem = f"is {', '.join(type(each).__name__ for each in groups)} for {strategy.name}"
+        problem = f"is {', '.join(type(each).__name__ for each in groups)} for {strategy.name} on this rank"
         raise _error("process_group", problem, f"Pass {'(shard_group, replicate_group)' if hybrid else 'one group'}")
     if not hybrid:
         return _of_group(strategy, groups[0])

@@ -91,6 +91,10 @@ def test_groups_that_do_not_fit_are_refused():
         with pytest.raises(TranslationError, match=problem):
             shard_like_fsdp1(model, **arguments)
         assert snapshot(model) == before
+    first = dist.new_group([0])
+    if dist.get_rank():  # raises without waiting for rank 0
+        with pytest.raises(TranslationError, match="process_group is int for FULL_SHARD on this rank"):
+            shard_like_fsdp1(Decoder(), process_group=first)
 
 
 # Values.
