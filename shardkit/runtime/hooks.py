@@ -40,7 +40,7 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
     running: list[bool] = []  # for each method that has not ended, whether a forward without backward ended inside
 
     @not_compiled
-    def after_forward(module: nn.Module, args: object, output: Any) -> None:
+    def after_forward(module: nn.Module, args: object, kwargs: object, output: Any) -> None:
         final = not torch.is_grad_enabled()
         if not final:
             tensors = [output] if isinstance(output, Tensor) else list(_tensors(output))
@@ -48,13 +48,14 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
                 if tensor.grad_fn is not None:  # not a parameter, which would keep the hooks of all steps
                     tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
             if tensors and not tensors[0].requires_grad:  # of a frozen model, such as a teacher, no backward follows
-                final = not any(each.requires_grad for each in chain(tensors, root.parameters()))
+                others = chain(tensors, _tensors((args, kwargs)), root.parameters())
+                final = not any(each.requires_grad for each in others)
         if final and running:
             running[-1] = True
         elif final:
             reshard(root)
 
-    root.register_forward_hook(after_forward)
+    root.register_forward_hook(after_forward, with_kwargs=True)
     for name in methods:
         _register(root, name, begin, after_forward, running)
 
@@ -114,7 +115,7 @@ def _register(root: nn.Module, name: str, begin: _Hook, after: _Hook, running: l
         running.append(not torch.is_grad_enabled())
         try:
             output = gathering(*args, **kwargs)
-            after(self, args, output)
+            after(self, args, kwargs, output)
             return output
         finally:
             if running.pop() and not running:

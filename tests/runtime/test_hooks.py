@@ -62,6 +62,26 @@ def test_what_is_edited_after_a_forward_without_backward_is_the_parameter(method
     assert torch.equal(model(tokens()), plain(tokens()))
 
 
+class Coded(nn.Linear):
+    """Returns codes, and keeps what a perceptual loss reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return self.kept.argmax(-1)
+
+
+@distributed(world_size=2)
+def test_a_frozen_model_stays_gathered_for_the_gradient_of_its_input():
+    torch.manual_seed(0)
+    plain = Coded(4, 4).requires_grad_(False)
+    x = torch.ones(2, 4, requires_grad=True)
+    gradients = []
+    for model in (plain, shard_model(copy.deepcopy(plain))):
+        model(x=x)  # by name
+        gradients += torch.autograd.grad(model.kept.sum(), x)
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])  # beside its own no_grad, inside
 @distributed(world_size=2)
 def test_generate(mode):
