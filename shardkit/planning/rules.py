@@ -182,6 +182,7 @@ def select(tree: ModelTree, rules: Rule | Sequence[Rule] | None) -> Chosen:
             check_settings(rule.text, new.overrides)
             taken.update(dict.fromkeys(new.entries, rule.text))
             _choose(tree, rule.text, new, chosen)
+        _check_dim(tree, rule.text, fresh)
     chosen.by_default = rules is None or (not chosen.units and bool(chosen.tiles or chosen.replicated))
     return chosen
 
@@ -211,6 +212,16 @@ def _choose(tree: ModelTree, text: str, new: Selection, chosen: Chosen) -> None:
         chosen.tiles.update(dict.fromkeys(new.entries, tiles))
     else:
         chosen.units.append(new)
+
+
+def _check_dim(tree: ModelTree, text: str, found: list[Selection]) -> None:
+    """Raise if no parameter has the dim of a rule; some, such as biases, need not."""
+    if dim := found[0].overrides.get("shard_dim"):
+        inside = [below for new in found for entry in new.entries for below in tree.subtree(entry)]
+        most = max(len(tree.specs[fqn].shape) for each in inside for fqn in tree.owned[each])
+        if dim >= most:
+            problem = f"has shard_dim={dim}, but no parameter of its modules has more than {most} dims"
+            raise PlanError(message(text, problem, "Dims count from 0", ""))
 
 
 def as_rule(rule: Rule) -> UnitRule:

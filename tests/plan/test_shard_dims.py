@@ -61,6 +61,8 @@ def test_a_rule_whose_dim_does_not_divide_names_each_parameter() -> None:
     lines = str(caught.value).splitlines()
     assert f"{UP} is sharded on dim 1, whose size 6 the 8 ranks of dp_shard do not divide." in lines[-1]
     assert not any(DOWN in line or "norm" in line for line in lines)  # 24 rows divide; a norm has no dim 1
+    with pytest.raises(PlanError, match=r"by_name\('embed'\) has shard_dim=2, but no parameter .* more than 2 dims"):
+        plan_model(MoE(experts=8), mesh=EIGHT, units=[by_name("embed", shard_dim=2)])
     with pytest.raises(PlanError, match=r"shard_dim of by_class\('MoEBlock'\) must be a int, got 'rows'"):
         plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock", shard_dim="rows"))  # type: ignore[arg-type]
 
