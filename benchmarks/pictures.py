@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.models import llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
-from shardkit.memory import StrategyEstimate, estimate
+from shardkit.memory import Prediction, estimate
 from shardkit.memory.timeline import CATEGORIES, STEP
 from shardkit.memory.trace import BACKWARD
 from shardkit.plan.types import nbytes
@@ -52,7 +52,7 @@ def draw_plan(plan: ShardingPlan, path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_step(predicted: StrategyEstimate, path: Path) -> None:
+def draw_step(predicted: Prediction, path: Path) -> None:
     """What is alive through one step, from one hook of FSDP2 to the next: the height of a stretch is its peak."""
     points, highest = predicted.timeline, predicted.peak
     figure = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -20,8 +20,6 @@ from shardkit.planning.build import Request, Settings, build_plan
 from shardkit.planning.dims import on_mesh
 from shardkit.planning.tree import ModelTree
 
-StrategyEstimate: TypeAlias = Prediction  # of one strategy
-
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -30,14 +28,14 @@ class MemoryEstimate:
     All strategies share the units of ``plan``. Activations are included if ``measured``, which needs a batch.
     """
 
-    rows: tuple[StrategyEstimate, ...]
+    rows: tuple[Prediction, ...]
     plan: ShardingPlan
     measured: bool
 
-    def __iter__(self) -> Iterator[StrategyEstimate]:
+    def __iter__(self) -> Iterator[Prediction]:
         return iter(self.rows)
 
-    def __getitem__(self, name: str) -> StrategyEstimate:
+    def __getitem__(self, name: str) -> Prediction:
         """Return the row named ``name``, or whose name has it in parentheses, as ``"ZeRO-3"``; else PlanError."""
         for row in self.rows:
             if row.name == name or f"({name})" in row.name:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shardkit import MeshSpec, PlanError, ShardingPlan, apply_plan, optimizer_in_backward, plan_model
 from shardkit.memory import MemoryReport, estimate, memory_report, plan_for_budget
-from shardkit.memory.estimate import StrategyEstimate
+from shardkit.memory.timeline import Prediction
 from shardkit.testing import fake_world
 
 HELD = ("parameters", "gradients", "optimizer", "unsharded")
@@ -33,7 +33,7 @@ def after_a_step(model: nn.Module, predicted: Any = None) -> MemoryReport:
     return memory_report(model, optimizer, predicted=predicted)
 
 
-def row_of(model: nn.Module, plan: ShardingPlan, **arguments: Any) -> StrategyEstimate:
+def row_of(model: nn.Module, plan: ShardingPlan, **arguments: Any) -> Prediction:
     """Of the plan itself; ``estimate`` makes this row from a plan that shards over all ranks."""
     return estimate(model, plan=plan, batch=BATCH, loss=mean, **arguments)["ZeRO-3"]
 
