@@ -163,7 +163,8 @@ _IMPORTS = {
     "torch.distributed.tensor": "Shard",
     "torch.utils.checkpoint": "checkpoint CheckpointPolicy create_selective_checkpoint_contexts",
 }
-_HELPERS = {}  # functions for the code, by how it uses them
+# Functions for the code, by how it uses them. They repeat ours as text: it must run without shardkit.
+_HELPERS = {}
 
 _HELPERS["checkpoint_forward("] = """
 def checkpoint_forward(module, **options):

@@ -252,7 +252,7 @@ class Blocks:
         return is_called(tree, entry)
 
     def _has_matrices(self, entry: int, number: int) -> bool:
-        """Return whether at least so many parameters at or below an entry have more than one long dim."""
+        """Return whether ``number`` parameters or more at or below an entry have more than one long dim."""
         tree = self._tree
         specs = (tree.specs[fqn] for below in tree.subtree(entry) for fqn in tree.owned[below])
         matrices = (spec for spec in specs if spec.numel > max(spec.shape, default=1))
