@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.apply.mesh import spec_of
-from shardkit.apply.shard import apply_decided, given_plan
+from shardkit.apply.shard import apply_agreed
 from shardkit.apply.validate import check_unsharded
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.planning.build import Request, Settings, build_plan
-from shardkit.planning.rules import Rule, select
+from shardkit.planning.rules import Rule
 from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")
@@ -37,6 +37,7 @@ def plan_model(
     prefetch: int = 0,
     forward_methods: Iterable[str] = (),
     example_batch: Any = None,
+    memory_budget: int | str | None = None,
 ) -> ShardingPlan:
     """Plan how ``shard_model`` would shard ``model``, as plain data that prints as a table.
 
@@ -70,6 +71,9 @@ def plan_model(
             arguments, or a single argument; only shapes and dtypes are read. A forward on fake tensors finds parameters
             used while their unit is not gathered: the default rule leaves such units out, with a note; in your own
             rules they are an error. Units that are not called get a note.
+        memory_budget: bytes of each rank's GPU, as an int or a string such as ``"80GiB"``: the plan becomes the
+            cheapest one whose peak fits in nine tenths of it, as chosen by :func:`shardkit.memory.plan_for_budget`,
+            which takes more arguments. Rank 0 logs the choice, as INFO. Needs ``example_batch``.
 
     Raises:
         PlanError: what cannot be sharded as asked; all offenders are listed. With ``example_batch`` also a parameter
@@ -80,10 +84,25 @@ def plan_model(
         >>> len(plan_model(model, mesh=MeshSpec.sharded(4)).units)
         3
     """
-    policies = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
-    settings = Settings(reshard_after_forward, *policies, checkpoint_activations, compile)
-    request = Request(units, mesh, settings, ignored_params, prefetch, forward_methods, example_batch)
-    return _decide(model, request)[0]
+    settings = Settings(
+        reshard_after_forward,
+        mp_policy or MixedPrecisionPolicy(),
+        offload_policy or OffloadPolicy(),
+        checkpoint_activations,
+        compile,
+    )
+    request = Request(units, mesh, settings, ignored_params, prefetch, forward_methods)
+    tree = ModelTree(model)
+    check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
+    if example_batch is None:
+        plan = build_plan(tree, spec_of(mesh), request)
+    else:
+        from shardkit.memory.dry_run import plan_checked
+
+        plan = plan_checked(tree, spec_of(mesh), request, example_batch)
+    if memory_budget is not None:
+        plan = _within(memory_budget, model, plan, example_batch)
+    return plan
 
 
 def shard_model(
@@ -99,9 +118,8 @@ def shard_model(
     compile: bool = False,
     prefetch: int = 0,
     forward_methods: Iterable[str] = (),
-    memory_budget: int | str | None = None,
     example_batch: Any = None,
-    plan: ShardingPlan | None = None,
+    memory_budget: int | str | None = None,
     sync_module_states: bool = False,
 ) -> nn.Module:
     """Shard ``model`` in place and return it: ``apply_plan(model, plan_model(model, ...))``.
@@ -113,55 +131,46 @@ def shard_model(
 
     Args:
         model: the whole model.
-        memory_budget: bytes of each rank's GPU, as an int or a string such as ``"80GiB"``: the plan becomes the
-            cheapest one whose peak fits in nine tenths of it, as chosen by :func:`shardkit.memory.plan_for_budget`,
-            which takes more arguments. Rank 0 logs the choice, as INFO.
-        example_batch: as for ``plan_model``; a budget needs it.
-        plan: a plan made before, instead of all of these except a DeviceMesh.
         sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all ranks, one tensor at a
             time and before sharding, so that the models' values may differ. Ignored parameters are not broadcast.
 
     Raises:
         PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on any of them.
     """
-    policies = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
-    settings = Settings(reshard_after_forward, *policies, checkpoint_activations, compile)
-    request = Request(units, mesh, settings, ignored_params, prefetch, forward_methods, example_batch)
+
+    def plan() -> ShardingPlan:
+        return plan_model(
+            model,
+            units=units,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            checkpoint_activations=checkpoint_activations,
+            compile=compile,
+            prefetch=prefetch,
+            forward_methods=forward_methods,
+            example_batch=example_batch,
+            memory_budget=memory_budget,
+        )
+
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-
-    def decide() -> tuple[ShardingPlan, ModelTree]:
-        if plan is not None:
-            request.check_not_given(memory_budget)
-            return given_plan(model, plan, device_mesh)
-        decided, tree = _decide(model, request)
-        if memory_budget is not None:
-            decided = _within(memory_budget, model, decided, request)
-        return decided, tree
-
-    return apply_decided(model, decide, device_mesh, sync_module_states)
+    return apply_agreed(model, plan, device_mesh, sync_module_states)
 
 
-def _decide(model: nn.Module, request: Request) -> tuple[ShardingPlan, ModelTree]:
-    """Return the plan of ``plan_model``, and the tree that it was made from."""
-    tree = ModelTree(model)
-    check_unsharded(tree, request.mesh if isinstance(request.mesh, DeviceMesh) else None)
-    mesh = spec_of(request.mesh)
-    if request.example_batch is None:
-        return build_plan(tree, mesh, request), tree
-    from shardkit.memory.dry_run import plan_checked
-
-    by_default = select(tree, request.units).by_default
-    return plan_checked(tree, lambda: build_plan(tree, mesh, request), request.example_batch, by_default), tree
-
-
-def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, request: Request) -> ShardingPlan:
+def _within(
+    budget: int | str, model: nn.Module, plan: ShardingPlan, example_batch: Any
+) -> ShardingPlan:
     """Return the plan that fits the budget; rank 0 logs how it was chosen."""
-    if request.example_batch is None:
-        problem, fix = "needs example_batch: activations depend on the batch", "Pass one rank's micro-batch"
-        raise PlanError(message("memory_budget", problem, "", fix))
+    if example_batch is None:
+        raise PlanError(
+            "memory_budget needs example_batch: activations depend on the batch. "
+            "Pass one rank's micro-batch."
+        )
     from shardkit.memory import plan_for_budget
 
-    choice = plan_for_budget(model, budget, plan=plan, batch=request.example_batch)
+    choice = plan_for_budget(model, budget, plan=plan, batch=example_batch)
     choice.plan.check()
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("%s", choice)

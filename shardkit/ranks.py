@@ -17,13 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import real_tensors, sharded_parameters
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 
 logger = logging.getLogger("shardkit")
 
 PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
 _MOST = 5  # differences of one argument that a message shows
-_FAILED = 1 << 62  # what a rank with a problem sends as its own
 
 _warned: set[str] = set()  # texts that this process has logged by warn_once
 listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
@@ -81,8 +80,8 @@ def groups_of(model: nn.Module) -> Groups:
 def check_module(model: object) -> None:
     """Raise ShardkitError if ``model`` is not a module, but for example its ``state_dict()``."""
     if not isinstance(model, nn.Module):
-        problem = f"must be an nn.Module, got {type(model).__name__}"
-        raise ShardkitError(message("model", problem, "", "Pass the model itself"))
+        kind = type(model).__name__
+        raise ShardkitError(f"model must be an nn.Module, got {kind}. Pass the model itself.")
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
@@ -102,7 +101,10 @@ def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
     """Gather a JSON-ready value of each rank, by global rank in order. Collective over ``groups``."""
     known: list[tuple[int, Any]] = [(dist.get_rank(), value)]
     for group in groups:
-        known = [each for data in all_gather_bytes(json.dumps(known).encode(), group) for each in json.loads(data)]
+        gathered = all_gather_bytes(json.dumps(known).encode(), group)
+        known = []
+        for data in gathered:
+            known += json.loads(data)
     return dict(sorted(dict(known).items()))
 
 
@@ -118,34 +120,41 @@ def from_first(value: Any, groups: Groups) -> Any:
     return value
 
 
-def highest(values: list[int], groups: Groups) -> list[int]:
-    """Return the maxima over all ranks of numbers of 64 bits. Collective: one all-reduce per group."""
+def extremes(
+    lows: list[int], highs: list[int], groups: Groups
+) -> tuple[list[int], list[int]]:
+    """Return the lowest of each low and the highest of each high over all ranks. Collective.
+
+    One all-reduce for each group finds both: the lowest is the highest of the negatives, negated.
+    """
+    values = [*highs, *(-low for low in lows)]
     for group in groups:
-        highest = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        values = highest.tolist()
-    return values
+        tensor = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        values = tensor.tolist()
+    return [-value for value in values[len(highs) :]], values[: len(highs)]
 
 
 def each_equal(values: Iterable[Any], groups: Groups) -> list[bool]:
-    """Return of each of as many JSON-ready values whether it is equal on all ranks. Collective: one all-reduce."""
-    found = highest([number for value in values for number in both_ways(value)], groups)
-    return [most == -least for most, least in zip(found[::2], found[1::2], strict=True)]
+    """Return of each JSON-ready value whether it is equal on all ranks. Collective."""
+    digests = [digest(value) for value in values]
+    lows, highs = extremes(digests, digests, groups)
+    return [low == high for low, high in zip(lows, highs, strict=True)]
 
 
-def both_ways(value: Any) -> tuple[int, int]:
-    """Return a digest and its negative: ranks have equal values if and only if the maxima are each other's negative."""
-    digest = int.from_bytes(hashlib.sha256(json.dumps(value, default=repr).encode()).digest()[:7], "little")
-    return digest, -digest
+def digest(value: Any) -> int:
+    """Return a number of 56 bits that is equal for equal JSON-ready values."""
+    text = json.dumps(value, default=repr)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 @dataclass
 class Poll:
     """What :func:`together` finds out about all ranks without another collective."""
 
-    own: int = 0  # a flag or a number of at most 62 bits, set by this rank
+    own: int = 0  # a flag or a number, set by this rank
     any: int = 0  # the highest of all ranks; known after the context
-    same: Mapping[str, Any] = field(default_factory=dict)  # set by this rank; all ranks raise unless it is equal on all
+    same: Mapping[str, Any] = field(default_factory=dict)  # all ranks raise unless equal on all
     fix: str = "Make them equal"  # what to do if it is not
 
 
@@ -156,53 +165,64 @@ def raise_together(
     poll: Poll | None = None,
     call: str | None = None,
 ) -> None:
-    """Return on every rank if no rank has a problem; else raise on every rank. Collective over ``groups``.
+    """Return on every rank if no rank has a problem; else raise on every rank. Collective.
 
     One small all-reduce for each group; reasons are exchanged only when there is one. A rank with a
-    ShardkitError of its own raises that one, so that all ranks raise the same where all saw the same.
+    ShardkitError of its own raises that one, so that all ranks raise the same where all saw the
+    same.
 
     Args:
         problem: what went wrong on this rank, or None.
-        groups: which together reach all ranks concerned, as from :func:`groups_of`; None is the world.
+        groups: which together reach all ranks concerned, as from :func:`groups_of`; None is the
+            world.
         error: what the ranks without a problem raise, with the reason of each rank that has one.
         poll: what to find out in the same all-reduce.
-        call: the public function; ranks that are in another one raise, as those with another ``poll.same``.
+        call: the public function; ranks that are in another one raise, as those with another
+            ``poll.same``.
     """
     if problem is not None and not groups:  # a process alone
         raise problem
     poll = poll or Poll()
     with real_tensors():  # the caller may be in a FakeTensorMode
         same = {"call": call, **poll.same}
-        own = _FAILED if problem is not None else int(poll.own)
-        poll.any, most, least = highest([own, *both_ways(same)], groups)
-        if poll.any < _FAILED:
-            if most != -least:
-                raise error(_unequal(same, groups, call, poll.fix))
+        own = digest(same)
+        failed = int(problem is not None)
+        (lowest,), (highest, any_failed, poll.any) = extremes(
+            [own], [own, failed, int(poll.own)], groups
+        )
+        if not any_failed and lowest == highest:
             return
-        reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
+        if not any_failed:
+            raise error(_difference(same, groups, call, poll.fix))
+        reason = f"{type(problem).__name__}: {problem}" if problem is not None else None
+        reasons = gather_by_rank(reason, groups)
     if isinstance(problem, ShardkitError):
         raise problem
-    lines = [f"- rank {rank}: {reason}" for rank, reason in reasons.items() if reason is not None]
-    raise error("\n".join([f"{len(lines)} of {len(reasons)} ranks failed:", *lines])) from problem
+    lines = [f"- rank {rank}: {why}" for rank, why in reasons.items() if why is not None]
+    heading = f"{len(lines)} of {len(reasons)} ranks failed:"
+    raise error("\n".join([heading, *lines])) from problem
 
 
 @contextmanager
-def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None) -> Iterator[Poll]:
-    """Run a body without collectives; when it raises on any rank, every rank raises, as :func:`raise_together` says.
+def together(
+    groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None
+) -> Iterator[Poll]:
+    """Run a body without collectives; when it raises on any rank, every rank raises.
 
-    With ``call``, the public function that begins here, ranks that wait ``PATIENCE`` seconds log a warning.
+    As :func:`raise_together` says. With ``call``, the public function that begins here, ranks that
+    wait ``PATIENCE`` seconds log a warning.
 
     Yields:
-        a poll: ``own`` and ``same`` are for the body to set; after the context every rank knows ``any``.
+        a poll: ``own`` and ``same`` are for the body to set; after it every rank knows ``any``.
     """
-    problem: Exception | None = None
-    poll, timer = Poll(), None
+    timer = threading.Timer(PATIENCE, _warn_of_waiting, [call])
+    timer.daemon = True
     if call is not None:
         note(call)
         if groups:
-            timer = threading.Timer(PATIENCE, _warn_of_waiting, [call])
-            timer.daemon = True
             timer.start()
+    poll = Poll()
+    problem: Exception | None = None
     try:
         try:
             yield poll
@@ -210,41 +230,47 @@ def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call
             problem = caught
         raise_together(problem, groups, error, poll, call)
     finally:
-        if timer is not None:
-            timer.cancel()
+        timer.cancel()
 
 
 def _warn_of_waiting(call: str) -> None:
-    problem = f"has waited {PATIENCE:g} s on rank {dist.get_rank()} for other ranks"
-    rule = "The call is collective: every rank must make it, in the same order among its collectives"
-    fix = "Move it out of `if rank == 0:`. SHARDKIT_WATCH=30 names the ranks in another call, and their lines"
-    logger.warning(message(call, problem, rule, fix))
+    logger.warning(
+        f"{call} has waited {PATIENCE:g} s on rank {dist.get_rank()} for other ranks. The call is "
+        "collective: every rank must make it, in the same order among its collectives. Move it out of "
+        "`if rank == 0:`. SHARDKIT_WATCH=30 names the ranks in another call, and their lines."
+    )
 
 
-def _unequal(values: Mapping[str, Any], groups: Groups, call: str | None, fix: str = "Make them equal") -> str:
-    """Return the error that says which arguments differ from the first rank's, on which ranks, and how. Collective."""
-    own = json.loads(json.dumps(values, default=repr))
+def _difference(same: Mapping[str, Any], groups: Groups, call: str | None, fix: str) -> str:
+    """Return the error for arguments that differ from the first rank's: which, where, how. Collective."""
+    own = json.loads(json.dumps(same, default=repr))
     first, model = from_first([dist.get_rank(), own], groups)
-    names = [name for name in {**model, **own} if own.get(name) != model.get(name)]
-    found = gather_by_rank({name: list(_unlike(model.get(name), own.get(name))) for name in names}, groups)
+    differing = {}
+    for name in [*model, *own]:
+        if own.get(name) != model.get(name):
+            differing[name] = _unlike(model.get(name), own.get(name))
+    by_rank = gather_by_rank(differing, groups)
     parts = []
-    for name in dict.fromkeys(name for differing in found.values() for name in differing):
-        ranks = [rank for rank, differing in found.items() if name in differing]
+    for name in dict.fromkeys(name for found in by_rank.values() for name in found):
+        ranks = [rank for rank, found in by_rank.items() if name in found]
         where = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listing(map(str, ranks))} differ"
-        parts.append(f"{where} from rank {first} in {name} ({listing(found[ranks[0]][name], _MOST)})")
-    subject, problem = (call, "was called differently") if call else ("ranks", "disagree")
-    rule = "All ranks must make the same call with the same arguments"
-    return message(subject, f"{problem}: {'; '.join(parts)}", rule, fix)
+        how = listing(by_rank[ranks[0]][name], _MOST)
+        parts.append(f"{where} from rank {first} in {name} ({how})")
+    problem = f"{call} was called differently" if call else "ranks disagree"
+    return (
+        f"{problem}: {'; '.join(parts)}. All ranks must make the same call with the same arguments. "
+        f"{fix}."
+    )
 
 
-def _unlike(one: Any, other: Any) -> Iterator[str]:
-    """Yield how the second value differs from the first, key by key where both are dicts."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        one, other = (each if isinstance(each, str) else json.dumps(each) for each in (one, other))
-        yield f"{other:.200} instead of {one:.200}"
-        return
-    keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key, ...) != other.get(key, ...)]
-    if not keys:
-        yield "in another order"
-    for key in keys[: _MOST + 1]:
-        yield from (f"{key}: {how}" for how in _unlike(one.get(key, "missing"), other.get(key, "missing")))
+def _unlike(model: Any, other: Any) -> list[str]:
+    """Say how a value differs from the first rank's, key by key where both are dicts."""
+    if not (isinstance(model, dict) and isinstance(other, dict)):
+        texts = [each if isinstance(each, str) else json.dumps(each) for each in (other, model)]
+        return ["{:.200} instead of {:.200}".format(*texts)]
+    found = []
+    for key in dict.fromkeys([*model, *other]):
+        if model.get(key, ...) != other.get(key, ...):
+            for how in _unlike(model.get(key, "missing"), other.get(key, "missing")):
+                found.append(f"{key}: {how}")
+    return found[: _MOST + 1] or ["in another order"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class FSDPUnit(Protocol):
     unshard: Callable[..., Any]
     post_backward: Callable[..., None]
     finalize_backward: Callable[[], None]  # called for each unit below the root when a backward ends
+    _partial_reduce_output: Any  # reduce-scattered gradients that wait for an all-reduce
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
@@ -72,49 +73,74 @@ def is_in_use(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._training_state.name != "IDLE"
 
 
-class StepState(NamedTuple):
-    """What an optimizer's step finds in units; parameters by FQN."""
-
-    waiting: list[str]  # have a gradient that is not reduced
-    copies: list[str]  # gathered ones that the optimizer holds
-    without: list[tuple[FSDPUnit, str]]  # each unit with gradients, and the names of those without one
-    hooked: list[str]  # have hooks of ``register_hook``
-    written: list[str]  # were written to while they were gathered
+# What an optimizer's step asks of a unit; ``held`` are ids, since hashing a DTensor costs ten times
+# as much.
 
 
-def not_ready(units: Iterable[Any], held: Collection[int]) -> StepState:
-    """Look at the parameters of units with an ``id`` in ``held``. Local, pure.
+def is_stepped(unit: FSDPUnit, held: Collection[int]) -> bool:
+    """Whether an optimizer holds one of the unit's parameters, or a gathered copy of one."""
+    for param in unit.fsdp_params:
+        if id(param.sharded_param) in held or id(_gathered(param)) in held:
+            return True
+    return False
 
-    A gradient that waits is on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an
-    HSDP mesh the reduce-scattered gradients of a unit wait for the all-reduce.
+
+def _gathered(fsdp_param: Any) -> Tensor | None:
+    """The gathered parameter, which torch keeps from the first gather on."""
+    return getattr(fsdp_param, "_unsharded_param", None)
+
+
+def gathered_copies(unit: FSDPUnit, held: Collection[int]) -> list[str]:
+    """The FQNs of parameters of which an optimizer holds the gathered copy. Local, pure."""
+    return [p._param_fqn for p in unit.fsdp_params if id(_gathered(p)) in held]
+
+
+def hooked_parameters(unit: FSDPUnit, held: Collection[int]) -> list[str]:
+    """The FQNs of sharded parameters that have hooks of ``register_hook``. Local, pure."""
+    found = []
+    for param in unit.fsdp_params:
+        if id(param.sharded_param) in held and param.sharded_param._backward_hooks:
+            found.append(param._param_fqn)
+    return found
+
+
+def written_parameters(unit: FSDPUnit) -> list[str]:
+    """The FQNs of parameters that were written to while gathered. Local, pure."""
+    found = []
+    for param in unit.fsdp_params:
+        gathered = _gathered(param)
+        if gathered is not None and gathered._version:  # all-gathers preserve the version
+            found.append(param._param_fqn)
+    return found
+
+
+def unreduced_parameters(unit: FSDPUnit, held: Collection[int]) -> list[str]:
+    """The FQNs of parameters whose gradients wait to be reduced. Local, pure.
+
+    Such a gradient is on the gathered parameter, or in ``reduce_dtype`` beside it (before torch
+    2.15); on an HSDP mesh the reduce-scattered gradients of a unit wait for the all-reduce.
     """
-    # In one function without calls, because this runs in every step.
-    waiting, copies, without, hooked, written = StepState([], [], [], [], [])
-    for unit in units:
-        names, found, changed = "", False, []
-        for param in unit.fsdp_params:
-            sharded = param.sharded_param
-            if id(sharded) in held and sharded.requires_grad:
-                if sharded.grad is None:
-                    names += f" {param._param_fqn}"
-                else:
-                    found = True
-                if sharded._backward_hooks:
-                    hooked.append(str(param._param_fqn))
-            state = vars(param)
-            unsharded = state.get("_unsharded_param")
-            if unsharded is not None:  # gathered at least once
-                if unsharded._version:  # which all-gathers preserve
-                    changed.append(str(param._param_fqn))
-                if id(unsharded) in held:
-                    copies.append(str(param._param_fqn))
-                waits = unsharded.grad is not None or unit._partial_reduce_output is not None
-                if (waits or state.get("unsharded_accumulated_grad") is not None) and id(sharded) in held:
-                    waiting.append(str(param._param_fqn))
-        if found:
-            without.append((unit, names))
-            written += changed
-    return StepState(waiting, copies, without, hooked, written)
+    found = []
+    for param in unit.fsdp_params:
+        gathered = _gathered(param)
+        if gathered is not None and id(param.sharded_param) in held:
+            waits = gathered.grad is not None or unit._partial_reduce_output is not None
+            if waits or getattr(param, "unsharded_accumulated_grad", None) is not None:
+                found.append(param._param_fqn)
+    return found
+
+
+def without_gradient(unit: FSDPUnit, held: Collection[int]) -> list[str] | None:
+    """The FQNs of trained parameters without a gradient; None if none has one. Local, pure."""
+    found, has_gradient = [], False
+    for param in unit.fsdp_params:
+        sharded = param.sharded_param
+        if id(sharded) in held and sharded.requires_grad:
+            if sharded.grad is None:
+                found.append(param._param_fqn)
+            else:
+                has_gradient = True
+    return found if has_gradient else None
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -144,20 +170,6 @@ def slot_of(fsdp_param: Any) -> tuple[int, str]:
     return id(fsdp_param._module_info.module), fsdp_param._module_info.param_name
 
 
-def follow(fsdp_param: Any, registered: Callable[[Tensor], None]) -> None:
-    """Call ``registered`` with each tensor that FSDP2 puts into the parameter's place: sharded, gathered, resharded.
-
-    FSDP2 also sets it on the modules that share the parameter, with ``setattr`` where a module overrides that.
-    """
-    fsdp_param._module_info.shared_modules.append(_Follower(registered))
-    fsdp_param._module_info.shared_param_names.append("param")
-
-
-class _Follower:
-    _registered: Callable[[Tensor], None]
-
-    def __init__(self, registered: Callable[[Tensor], None]) -> None:
-        vars(self)["_registered"] = registered
-
-    def __setattr__(self, name: str, value: Tensor) -> None:
-        self._registered(value)
+def module_of(fsdp_param: Any) -> nn.Module:
+    """Return the module that registers an ``FSDPParam``. Local, pure."""
+    return fsdp_param._module_info.module

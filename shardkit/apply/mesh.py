@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit._torch import flattened, with_timeout_of_world
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.ranks import accelerator, all_gather_bytes, device_type
 
@@ -75,18 +75,22 @@ def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
         return MeshSpec.sharded(world)
     if not isinstance(mesh, DeviceMesh):
-        problem = f"must be a DeviceMesh, a MeshSpec or None, got {type(mesh).__name__}"
-        fix = "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)"
-        raise PlanError(message("mesh", problem, "None is all ranks in one axis", fix))
+        raise PlanError(
+            f"mesh must be a DeviceMesh, a MeshSpec or None, got {type(mesh).__name__}. None is all "
+            "ranks in one axis. Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)."
+        )
     names = mesh.mesh_dim_names
     if names == ("dp", "sp"):
-        problem = "is the whole of training_mesh, and parameters shard over both of its axes"
-        fix = "Leave mesh out, or pass MeshSpec.hybrid(replicate, shard)"
-        raise PlanError(message("mesh", problem, "Of two axes the first replicates", fix))
+        raise PlanError(
+            "mesh is the whole of training_mesh, and parameters shard over both of its axes. Of two "
+            "axes the first replicates. Leave mesh out, or pass MeshSpec.hybrid(replicate, shard)."
+        )
     if mesh.ndim > 1 and names is None:
-        problem = f"must have axis names, got a DeviceMesh of shape {tuple(mesh.shape)} without"
-        fix = 'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of one axis'
-        raise PlanError(message("mesh", problem, "", fix))
+        raise PlanError(
+            f"mesh must have axis names, got a DeviceMesh of shape {tuple(mesh.shape)} without. Pass "
+            'mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of one '
+            "axis."
+        )
     return MeshSpec(tuple(mesh.shape), tuple(names) if names else ("dp_shard",))
 
 
@@ -112,7 +116,7 @@ def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
     ensure_process_group()
     world = dist.get_world_size()
     if not isinstance(sp, int) or sp < 1 or world % sp:
-        raise PlanError(message("sp", f"must divide the number of ranks, {world}, got {sp}", "", "Pass a divisor"))
+        raise PlanError(f"sp must divide the number of ranks, {world}, got {sp}. Pass a divisor.")
     mesh = init_device_mesh(device or device_type(), (world // sp, sp), mesh_dim_names=("dp", "sp"))
     return with_timeout_of_world(mesh)
 
@@ -155,21 +159,30 @@ def mesh_of_groups(spec: MeshSpec, groups: Sequence[dist.ProcessGroup], device: 
 
 
 def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
-    """Raise PlanError unless ``mesh``, or all ranks for None, has the shape of ``spec`` on a usable device; local."""
+    """Raise PlanError unless ``mesh`` has the shape of ``spec``, on a usable device; local.
+
+    None is all ranks.
+    """
     if mesh is None:
         world = dist.get_world_size()
-        if spec.size == world:
-            return
-        problem = f"{spec} needs {spec.size} ranks, and there are {world}"
-        fix = f"Start {spec.size} processes, or make the plan with mesh=MeshSpec.sharded({world})"
-    elif not isinstance(mesh, DeviceMesh):
-        problem = f"must be a DeviceMesh or None, got {type(mesh).__name__}"
-        fix = "Leave it out, or pass the mesh to plan_model"
-    elif (found := spec_of(mesh)).shape != spec.shape or found.axis_names != spec.axis_names:
-        problem, fix = f"is {found}, and the plan was made for {spec}", "Make the plan with this mesh"
-    elif mesh.device_type in ("cpu", accelerator()):
+        if spec.size != world:
+            raise PlanError(
+                f"mesh {spec} needs {spec.size} ranks, and there are {world}. Start {spec.size} "
+                f"processes, or make the plan with mesh=MeshSpec.sharded({world})."
+            )
         return
-    else:
-        problem = f"is on {mesh.device_type!r}, and this process has {accelerator()!r}"
-        fix = f"Use init_device_mesh({accelerator()!r}, ...)"
-    raise PlanError(message("mesh", problem, "", fix))
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(
+            f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}. Leave it out, or pass the "
+            "mesh to plan_model."
+        )
+    found = spec_of(mesh)
+    if found.shape != spec.shape or found.axis_names != spec.axis_names:
+        raise PlanError(
+            f"mesh is {found}, and the plan was made for {spec}. Make the plan with this mesh."
+        )
+    if mesh.device_type not in ("cpu", accelerator()):
+        raise PlanError(
+            f"mesh is on {mesh.device_type!r}, and this process has {accelerator()!r}. "
+            f"Use init_device_mesh({accelerator()!r}, ...)."
+        )

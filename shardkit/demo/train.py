@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardkit import clip_grad_norm_, full_state_dict, init_on_meta, materialize, plan_model, shard_model
+from shardkit import apply_plan, clip_grad_norm_, full_state_dict, init_on_meta, materialize, plan_model, shard_model
 from shardkit.memory import MemoryReport, estimate, memory_report
 
 SEED, LEARNING_RATE, MAX_NORM = 0, 3e-3, 0.5
@@ -121,7 +121,7 @@ def train_sharded(job: Job) -> Run:
     tokens = job.batch(0)[:SEQUENCES]
     rows = estimate(model, plan=plan, batch=tokens[:, :-1], loss=lambda logits: _loss(logits, tokens))
     job.say(f"\n{plan}\n")
-    materialize(shard_model(model, plan=plan))
+    materialize(apply_plan(model, plan))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
     run = _train(job, "sharded", model, optimizer, lambda _: clip_grad_norm_(model, MAX_NORM))
     run.memory = memory_report(model, optimizer, predicted=rows["ZeRO-3"])

@@ -18,7 +18,7 @@ from shardkit.memory.estimate import Step, base_plan, changed, resharded, with_c
 from shardkit.memory.timeline import OptimizerBytes, Prediction
 from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.check import with_units_inside
+from shardkit.plan.check import unit_inside
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
 
@@ -159,7 +159,7 @@ class Search:
         for policy, how in (("selective", "selectively"), (True, "in full")) if blocks else ():
             if found.peak.total <= self.limit:
                 break
-            if policy is not True and with_units_inside(plan):
+            if policy is not True and any(unit_inside(plan, u) for u in plan.units if u.blocks):
                 continue
             number = 1 + _most(len(blocks) - 1, partial(self._exceeds, found.plan, policy))
             labels = (*given, f"{number} of {len(blocks)} blocks checkpointed {how}")

@@ -11,47 +11,52 @@ from torch import Tensor, nn
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.trace import fake_copy, hook_unit, tensors_of
-from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
+from shardkit.planning.build import Request, build_plan
+from shardkit.planning.rules import select
 from shardkit.planning.tree import ModelTree
 
 
-def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, is_default: bool) -> ShardingPlan:
-    """Return the plan of ``make()``, checked by one forward: it uses every parameter inside its unit. Local, pure.
+def plan_checked(tree: ModelTree, mesh: MeshSpec, request: Request, batch: Any) -> ShardingPlan:
+    """Return the plan as requested, checked by one forward: each unit has what it uses. Local.
 
-    Args:
-        tree: the model; gets ``reads``, and in ``uncalled`` the modules whose parameters are used without calling them.
-        make: makes a plan of ``tree``; called again with what was found.
-        batch: one rank's micro-batch; values are not read.
-        is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
+    A unit of the default rule whose parameters are used outside of it is left out, with a note; in
+    rules of the user's it is an error. Pure, except that the tree keeps which modules those are.
     """
+    by_default = select(tree, request.units).units is None
     notes: list[str] = []
-    while True:
-        plan = make()
-        uses = dry_run(tree.modules[0], plan, batch)
+    plan = build_plan(tree, mesh, request)
+    uses = dry_run(tree.root.module, plan, batch)
+    while uses.outside:
         wrong = [unit for unit in plan.units if unit.name in uses.outside]
-        found = {entry for unit in wrong for fqn in unit.modules for entry in tree.paths(tree.places[fqn])}
-        if not wrong:
-            if is_default and not tree.reads:
-                tree.reads = uses.reads
-                if make().units != plan.units:  # by what is read last, and how often
-                    continue
-            break
-        if not is_default or found <= tree.uncalled:
-            raise PlanError("\n".join(_problem(unit.name, uses.outside[unit.name]) for unit in wrong))
-        tree.uncalled |= found
-        firsts = ["{} in {}".format(*next(iter(uses.outside[unit.name].items()))) for unit in wrong]
-        names = listing((unit.name for unit in wrong), 4)
-        notes.append(f"{names}: not a unit, because parameters are used outside of it: {listing(firsts, 4)}")
+        found = {tree.find(fqn) for unit in wrong for fqn in unit.modules}
+        if not by_default or all(node.used_uncalled for node in found):
+            raise PlanError("\n".join(_problem(u.name, uses.outside[u.name]) for u in wrong))
+        for node in found:
+            node.used_uncalled = True
+        reads = []
+        for unit in wrong:
+            fqn, where = next(iter(uses.outside[unit.name].items()))
+            reads.append(f"{fqn} in {where}")
+        notes.append(
+            f"{listing((unit.name for unit in wrong), 4)}: not a unit, because parameters are used "
+            f"outside of it: {listing(reads, 4)}"
+        )
+        plan = build_plan(tree, mesh, request)
+        uses = dry_run(tree.root.module, plan, batch)
+
     idle = [unit.name for unit in plan.units if unit.name not in uses.called]
-    notes += [f"{listing(idle, 4)}: not called in the forward of example_batch"] * bool(idle)
-    expected = [unit.name for unit in plan.execution_order() if unit.name in uses.called]
-    order = () if expected == list(uses.called) else tuple(uses.called)
+    if idle:
+        notes.append(f"{listing(idle, 4)}: not called in the forward of example_batch")
     if uses.written:
         fix = "make it a buffer (docs/kinds-of-models.md)"
         notes.append(f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}")
     if uses.filled:
         fix = "return it, or keep it inside one unit (docs/kinds-of-models.md)"
-        notes.append(f"{listing(uses.filled, 4)}: written into by the unit, which gets a copy from FSDP2; {fix}")
+        names = listing(uses.filled, 4)
+        notes.append(f"{names}: written into by the unit, which gets a copy from FSDP2; {fix}")
+    expected = [unit.name for unit in plan.execution_order() if unit.name in uses.called]
+    order = () if expected == list(uses.called) else tuple(uses.called)
     return replace(plan, order=order, notes=(*plan.notes, *notes))
 
 
@@ -103,7 +108,6 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.outside: dict[str, dict[str, str]] = {}  # by unit and FQN of a parameter: what ran when it was read
         self.called: dict[str, None] = {}  # units that ran, in order
-        self.reads: dict[str, int] = {}  # how often each parameter was read, by FQN, those read last at the end
         self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
         self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into
         self.filled: dict[str, None] = {}  # lists and dicts among a unit's inputs that it wrote into
@@ -143,8 +147,6 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the parameters among an operator's arguments, and run it."""
         for leaf in tree_leaves((args, kwargs)):
             fqn, unit = self._owned.get(id(leaf), ("", ""))
-            if fqn and not f"{func}".startswith("prim."):  # as prim.device, with which fake tensors ask for a device
-                self.reads[fqn] = self.reads.pop(fqn, 0) + 1
             if fqn and unit not in self._kept and unit not in self._running:
                 self.outside.setdefault(unit, {}).setdefault(fqn, self._running[-1])
         if f"{func}.".split(".")[1].endswith("_"):  # in place, as aten.copy_.default, also through .data or a view

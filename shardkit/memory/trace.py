@@ -88,7 +88,7 @@ def trace(
         for unit in plan.units:
             modules = [copied.get_submodule(fqn) for fqn in unit.modules]
             watched.append(WatchedUnit(unit, modules, [params[fqn] for fqn in unit.params], meter))
-            for fqn in (unit.blocks or unit.modules) if unit.checkpoint_activations else ():
+            for fqn in unit.modules if unit.checkpoint_activations else ():
                 module = copied.get_submodule(fqn)
                 module.forward = checkpointed(module, fqn, unit.checkpoint_activations)
         (loss or _default_loss)(copied(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit.errors import PlanError, message, refuse
+from shardkit.errors import PlanError, refuse
 from shardkit.plan import check
 from shardkit.plan.data import VERSION, PlanData
 from shardkit.plan.types import Collectives as Collectives
@@ -65,9 +65,11 @@ class ShardingPlan(PlanData):
             fields["params"] = tuple(map(_param, data["params"]))
             return cls(**fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            problem = f"cannot be read ({type(error).__name__}: {error})"
-            rule = f"It must be what ShardingPlan.to_dict() wrote, version {VERSION}"
-            raise PlanError(message("plan", problem, rule, "Write it again with this version of shardkit")) from error
+            raise PlanError(
+                f"plan cannot be read ({type(error).__name__}: {error}). It must be what "
+                f"ShardingPlan.to_dict() wrote, version {VERSION}. Write it again with this version of "
+                "shardkit."
+            ) from error
 
     def diff(self, other: ShardingPlan) -> str:
         """Return one line per difference, ``-`` for this plan and ``+`` for ``other``; empty when they are equal."""
@@ -81,7 +83,7 @@ class ShardingPlan(PlanData):
         It lacks what shardkit adds at run time: ``may_skip``, resharding after forwards without grad, calling any
         module first, and correct gradients of gradients. Of modules in tiles it cuts the first argument only.
         """
-        from shardkit.plan.text import python
+        from shardkit.plan.code import python
 
         return python(self)
 

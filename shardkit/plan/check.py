@@ -5,151 +5,173 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-import torch
-
-from shardkit.errors import listing, message
+from shardkit.errors import listing
 from shardkit.plan.data import PlanData, callers
 from shardkit.plan.types import ShardUnit, ancestors, is_world_size
 
 
 def problems(plan: PlanData) -> Iterator[str]:
     """Yield one error message for each thing wrong with ``plan``; none if it can be applied."""
-    return (problem for rule in _RULES for problem in rule(plan))
+    yield from _whole_plan(plan)
+    yield from children_first(plan)
+    for unit in plan.units:
+        yield from _one_trainable_dtype(plan, unit)
+        yield from _world_size_to_reshard_to(plan, unit)
+        yield from _shard_dims(plan, unit)
+        yield from _policy(plan, unit)
+    yield from _may_skip(plan)
+    yield from _tiles(plan)
 
 
 def _whole_plan(plan: PlanData) -> Iterator[str]:
-    if found := [unit.name for unit in plan.units if getattr(unit.mp_policy, "param_dtype_override_fn", None)]:
-        rule = "A plan is plain data, which ranks compare and JSON stores"
-        fix = "Give the modules that keep their dtype a unit with a policy of its own, or set ignored_params"
-        yield message("mp_policy", f"has a param_dtype_override_fn for {listing(found, 6)}", rule, fix)
+    overriding = []
+    for unit in plan.units:
+        if getattr(unit.mp_policy, "param_dtype_override_fn", None):  # since torch 2.15
+            overriding.append(unit.name)
+    if overriding:
+        yield (
+            f"mp_policy has a param_dtype_override_fn for {listing(overriding, 6)}. A plan is plain "
+            "data, which ranks compare and JSON stores. Give the modules that keep their dtype a unit "
+            "with a policy of its own, or set ignored_params."
+        )
     if type(plan.prefetch) is not int or plan.prefetch < 0:
-        yield message("prefetch", f"must be a number of units, 0 or more, got {plan.prefetch!r}", "", "Use prefetch=1")
+        yield (
+            f"prefetch must be a number of units, 0 or more, got {plan.prefetch!r}. Use prefetch=1."
+        )
     if plan.replicated and not any(unit.params for unit in plan.units):
-        names = listing(plan.replicated, 6)
-        problem = f"has no parameter that can be sharded: {names} are scalars, empty or replicated by a rule"
-        yield message("model", problem, "", "Train it with DistributedDataParallel")
+        yield (
+            f"model has no parameter that can be sharded: {listing(plan.replicated, 6)} are scalars, "
+            "empty or replicated by a rule. Train it with DistributedDataParallel."
+        )
 
 
 def children_first(plan: PlanData) -> Iterator[str]:
     """Yield an error for each module that would be sharded twice, or after a module around it."""
     if not plan.units or plan.units[-1].modules != ("",):
-        fix = 'Make ShardUnit(modules=("",), ...) the last unit'
-        yield message("units", "must end with the root, which is sharded last and alone", "", fix)
-    rule = "fully_shard is called once for each module, children before parents"
+        yield (
+            "units must end with the root, which is sharded last and alone. "
+            'Make ShardUnit(modules=("",), ...) the last unit.'
+        )
     seen: set[str] = set()
     for unit in plan.units:
         for fqn in unit.modules:
-            if around := seen.intersection([fqn, *ancestors(fqn)]):
-                outer = max(around, key=len)
-                problem = "appears in two units" if outer == fqn else f"comes after {outer or '(root)'}, its parent"
-                yield message(fqn or "(root)", problem, rule, "Put inner units before outer ones")
+            around = [outer for outer in (fqn, *ancestors(fqn)) if outer in seen]  # innermost first
+            if around:
+                problem = f"comes after {around[0] or '(root)'}, its parent"
+                if around[0] == fqn:
+                    problem = "appears in two units"
+                yield (
+                    f"{fqn or '(root)'} {problem}. fully_shard is called once for each module, "
+                    "children before parents. Put inner units before outer ones."
+                )
         seen.update(unit.modules)
 
 
-def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
-    if len({spec.dtype for spec in plan.params if spec.trainable}) < 2:
-        return
-    for unit in plan.units:
-        by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
-        for spec in plan.specs_of(unit):
-            if spec.trainable:
-                by_dtype[spec.dtype].append(spec.fqn)
-        if len(by_dtype) > 1:
-            found = "; ".join(f"{str(dtype)[6:]}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items())
-            problem = f"trains parameters of {len(by_dtype)} dtypes ({found})"
-            rule = "The trainable parameters of a unit have one dtype, since their gradients are reduced together"
-            fix = "Cast them to one dtype, or give the modules of one dtype a unit of their own"
-            yield message(unit.name, problem, rule, fix)
+def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
+    by_dtype: dict[str, list[str]] = defaultdict(list)
+    for spec in plan.specs_of(unit):
+        if spec.trainable:
+            by_dtype[str(spec.dtype).removeprefix("torch.")].append(spec.fqn)
+    if len(by_dtype) > 1:
+        found = [f"{dtype}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items()]
+        yield (
+            f"{unit.name} trains parameters of {len(by_dtype)} dtypes ({'; '.join(found)}). The "
+            "trainable parameters of a unit have one dtype, since their gradients are reduced "
+            "together. Cast them to one dtype, or give the modules of one dtype a unit of their own."
+        )
 
 
-def _world_size_to_reshard_to(plan: PlanData) -> Iterator[str]:
-    for unit in plan.units:
-        value = unit.reshard_after_forward
-        if is_world_size(value):
-            ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
-            fits = [number for number in range(1, ranks + 1) if ranks % number == 0]
-            if value not in fits:
-                rule = f"As an int it must divide the {ranks} ranks of axis {axis}"
-                fix = f"Use {listing(map(str, fits))}, True or False"
-                yield message(unit.name, f"has reshard_after_forward={value}", rule, fix)
+def _world_size_to_reshard_to(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
+    ranks = plan.mesh_of(unit).shard_size
+    value = unit.reshard_after_forward
+    if is_world_size(value) and (value < 1 or ranks % value):
+        fits = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
+        yield (
+            f"{unit.name} has reshard_after_forward={value}. As an int it must divide the {ranks} "
+            f"ranks of axis {plan.mesh_of(unit).axis_names[-1]}. Use {listing(fits)}, True or False."
+        )
 
 
-def _shard_dims(plan: PlanData) -> Iterator[str]:
-    for unit in plan.units:
-        for fqn, dim in unit.shard_dims:
-            ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
-            shape = plan.specs[fqn].shape if fqn in plan.specs and fqn in unit.params else ()
-            if not 0 <= dim < len(shape):
-                problem = f"is sharded on dim {dim} in {unit.name}, where its shape is {shape}"
-                rule = "Dims count from 0"
-            elif shape[dim] % ranks:
-                problem = f"is sharded on dim {dim}, whose size {shape[dim]} the {ranks} ranks of {axis} do not divide"
-                rule = "FSDP2 shards on dims other than 0 in equal parts only"
-            elif is_world_size(unit.reshard_after_forward):
-                problem = f"is sharded on dim {dim}, with reshard_after_forward={unit.reshard_after_forward}"
-                rule = "torch reshards to fewer ranks on dim 0 only"
-            else:
-                continue
-            yield message(fqn, problem, rule, f"Use another dim, or dim 0, for {fqn}")
+def _shard_dims(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
+    mesh = plan.mesh_of(unit)
+    for fqn, dim in unit.shard_dims:
+        shape = plan.specs[fqn].shape if fqn in plan.specs and fqn in unit.params else ()
+        fix = f"Use another dim, or dim 0, for {fqn}."
+        if not 0 <= dim < len(shape):
+            yield (
+                f"{fqn} is sharded on dim {dim} in {unit.name}, where its shape is {shape}. Dims count "
+                f"from 0. {fix}"
+            )
+        elif shape[dim] % mesh.shard_size:
+            yield (
+                f"{fqn} is sharded on dim {dim}, whose size {shape[dim]} the {mesh.shard_size} ranks "
+                f"of {mesh.axis_names[-1]} do not divide. FSDP2 shards on dims other than 0 in equal "
+                f"parts only. {fix}"
+            )
+        elif is_world_size(unit.reshard_after_forward):
+            yield (
+                f"{fqn} is sharded on dim {dim}, with reshard_after_forward="
+                f"{unit.reshard_after_forward}. torch reshards to fewer ranks on dim 0 only. {fix}"
+            )
 
 
 def _may_skip(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         if unit.may_skip and (len(unit.modules) > 1 or unit.modules == ("",)):
-            fix = "Make the skipped module a unit of its own: by_name(..., may_skip=True)"
-            yield message(unit.name, "has may_skip=True, which is for one module that another unit calls", "", fix)
+            yield (
+                f"{unit.name} has may_skip=True, which is for one module that another unit calls. Make "
+                "the skipped module a unit of its own: by_name(..., may_skip=True)."
+            )
+    rule = (
+        "and calls a unit with may_skip=True, or is inside of one and calls units. Skipped calls are "
+        "replaced in the forward of a module that is not compiled and alone in its unit."
+    )
     for unit in callers(plan):
-        if unit.compile or len(unit.modules) > 1:
-            given = "is compiled" if unit.compile else f"is a unit of {len(unit.modules)} modules"
-            problem = f"{given}, and calls a unit with may_skip=True, or is inside of one and calls units"
-            rule = "Skipped calls are replaced in the forward of a module that is not compiled and alone in its unit"
-            fix = "Pass compile=False for this unit" if unit.compile else "Leave it out of group()"
-            yield message(unit.name, problem, rule, fix)
+        if unit.compile:
+            yield f"{unit.name} is compiled, {rule} Pass compile=False for this unit."
+        elif len(unit.modules) > 1:
+            number = len(unit.modules)
+            yield f"{unit.name} is a unit of {number} modules, {rule} Leave it out of group()."
 
 
-def with_units_inside(plan: PlanData) -> dict[ShardUnit, str]:
-    """Return the units with another unit inside of what checkpointing applies to, and its name."""
-    inner = {outer: unit.name for unit in plan.units for fqn in unit.modules for outer in ancestors(fqn)}
-    reached = {unit: unit.blocks or (unit.modules if unit.checkpoint_activations else ()) for unit in plan.units}
-    return {unit: inner[fqn] for unit, fqns in reached.items() for fqn in fqns if fqn in inner}
+def unit_inside(plan: PlanData, unit: ShardUnit) -> str | None:
+    """Return the name of a unit that is inside of another one's modules; None without one."""
+    for other in plan.units:
+        for fqn in other.modules:
+            if not set(unit.modules).isdisjoint(ancestors(fqn)):
+                return other.name
+    return None
 
 
-def _policies(plan: PlanData) -> Iterator[str]:
-    chosen = [unit for unit in plan.units if isinstance(unit.checkpoint_activations, str)]
-    inner = with_units_inside(plan) if chosen else {}
-    for unit in chosen:
-        if unit in inner:
-            problem = f"has checkpoint_activations={unit.checkpoint_activations!r}, and {inner[unit]} inside is a unit"
-            rule = "A policy would choose among the operations of its all-gather too"
-            yield message(unit.name, problem, rule, "Pass checkpoint_activations=True for it")
+def _policy(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
+    policy = unit.checkpoint_activations
+    inner = unit_inside(plan, unit) if isinstance(policy, str) else None
+    if inner is not None:
+        yield (
+            f"{unit.name} has checkpoint_activations={policy!r}, and {inner} inside is a unit. A policy "
+            "would choose among the operations of its all-gather too. Pass checkpoint_activations=True "
+            "for it."
+        )
 
 
 def _tiles(plan: PlanData) -> Iterator[str]:
-    units = {fqn: unit for unit in plan.units for fqn in unit.modules} if plan.tiles else {}
-    inner = {outer: name for name in (*units, *dict(plan.tiles)) for outer in ancestors(name)}
+    compiled = {fqn for unit in plan.units if unit.compile for fqn in unit.modules}
+    inner: dict[str, str] = {}  # by each module around, one unit or module in tiles
+    for fqn in [*(fqn for unit in plan.units for fqn in unit.modules), *dict(plan.tiles)]:
+        for outer in ancestors(fqn) if plan.tiles else ():
+            inner[outer] = fqn
     for fqn, number in plan.tiles:
-        compiled = next((name for name in (fqn, *ancestors(fqn)) if name in units and units[name].compile), None)
-        problem = f"has tiles={number!r}"
+        subject = f"{fqn or '(root)'} has tiles={number!r}"
+        compiled_around = [name for name in (fqn, *ancestors(fqn)) if name in compiled]
         if type(number) is not int or number < 2:
-            rule, fix = "It must be a number of tiles, at least 2", "Use tiles=4"
+            yield f"{subject}. It must be a number of tiles, at least 2. Use tiles=4."
         elif fqn in inner:
-            problem += f", and {inner[fqn]} inside, a unit or in tiles too"
-            rule, fix = "A unit inside would be gathered for each tile", "Select the innermost of them with tiles="
-        elif compiled is not None:
-            problem += f", and {compiled or '(root)'} is compiled"
-            rule, fix = "Tiles are computed eagerly", "Pass compile=False for that unit, or leave out tiles="
-        else:
-            continue
-        yield message(fqn or "(root)", problem, rule, fix)
-
-
-_RULES = (
-    _whole_plan,
-    children_first,
-    _one_trainable_dtype,
-    _world_size_to_reshard_to,
-    _shard_dims,
-    _may_skip,
-    _policies,
-    _tiles,
-)
+            yield (
+                f"{subject}, and {inner[fqn]} inside, a unit or in tiles too. A unit inside would be "
+                "gathered for each tile. Select the innermost of them with tiles=."
+            )
+        elif compiled_around:
+            yield (
+                f"{subject}, and {compiled_around[0] or '(root)'} is compiled. Tiles are computed "
+                "eagerly. Pass compile=False for that unit, or leave out tiles=."
+            )

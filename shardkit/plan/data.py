@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError
 from shardkit.plan.types import Collectives, MeshSpec, ParamSpec, ShardUnit, ancestors, is_world_size
 
 VERSION = 1  # of the JSON form
@@ -36,18 +36,20 @@ class PlanData:
         object.__setattr__(self, "tiles", tuple(dict(self.tiles).items()))
 
     def _resolved(self, unit: ShardUnit) -> ShardUnit:
-        """Return the unit with the settings as torch understands them, the same in every version of torch."""
-        value, policy, ranks = unit.reshard_after_forward, unit.mp_policy, self.mesh_of(unit).shard_size
+        """Return the unit with settings as torch understands them, the same in every version."""
+        changes: dict[str, Any] = {}
         if unit.mesh is not None and not self.mesh.splits(unit.mesh):  # the only axis that shards
-            unit = replace(unit, mesh=None)
-        if is_world_size(value) and value in (1, ranks):
-            unit = replace(unit, reshard_after_forward=value != 1)  # 1 first, as torch: nothing is freed
+            changes["mesh"] = None
+        reshard = unit.reshard_after_forward
+        if is_world_size(reshard) and reshard in (1, self.mesh_of(unit).shard_size):
+            changes["reshard_after_forward"] = reshard != 1  # 1 first, as torch: nothing is freed
+        policy = unit.mp_policy
         if policy.param_dtype is not None and policy.reduce_dtype is None:
-            # Since torch 2.15 None is the dtype of the parameters. Before, torch reduced in param_dtype.
+            # Since torch 2.15 None is the dtype of the parameters. Before, it was param_dtype.
             dtypes = {spec.dtype for spec in self.specs_of(unit) if spec.trainable}
             if len(dtypes) == 1:
-                unit = replace(unit, mp_policy=replace(policy, reduce_dtype=dtypes.pop()))
-        return unit
+                changes["mp_policy"] = replace(policy, reduce_dtype=dtypes.pop())
+        return replace(unit, **changes) if changes else unit
 
     @cached_property
     def specs(self) -> dict[str, ParamSpec]:
@@ -86,17 +88,31 @@ class PlanData:
         return held
 
     def replicated_modules(self) -> dict[str, torch.dtype]:
-        """The modules with replicated parameters alone, by the ``param_dtype`` of the unit around; without scalars."""
-        around = {fqn: unit.mp_policy.param_dtype for unit in self.units for fqn in unit.modules}
-        if not self.replicated or not any(around.values()):
+        """The modules with replicated parameters alone, which have a dim, and the dtype to compute in.
+
+        That is the ``param_dtype`` of the unit around.
+        """
+        dtypes: dict[str, torch.dtype] = {}
+        for unit in self.units:
+            if unit.mp_policy.param_dtype is not None:
+                dtypes.update(dict.fromkeys(unit.modules, unit.mp_policy.param_dtype))
+        if not self.replicated or not dtypes:
             return {}
-        replicated, found = set(self.replicated), dict[str, torch.dtype]()
-        names = [(name, spec) for spec in self.params for name in (spec.fqn, *spec.aliases)]
-        others = {outer for name, spec in names if spec.fqn not in replicated for outer in ancestors(name)}
-        for name in (name for name, spec in names if spec.fqn in replicated and spec.shards):
-            modules = ancestors(name)
-            if dtype := next(around[module] for module in modules if module in around):
-                found |= {module: dtype for module in modules if module not in others}
+        units = {fqn for unit in self.units for fqn in unit.modules}
+        replicated = set(self.replicated)
+        with_others: set[str] = set()
+        found: dict[str, torch.dtype] = {}
+        for spec in self.params:
+            for name in (spec.fqn, *spec.aliases):
+                if spec.fqn not in replicated:
+                    with_others.update(ancestors(name))
+        for spec in self.params:
+            for name in (spec.fqn, *spec.aliases):
+                if spec.fqn in replicated and spec.shards:
+                    unit = next(fqn for fqn in ancestors(name) if fqn in units)
+                    for module in ancestors(name):
+                        if unit in dtypes and module not in with_others:
+                            found[module] = dtypes[unit]
         return found
 
     def trains(self, unit: ShardUnit) -> bool:
@@ -133,17 +149,22 @@ class PlanData:
         ``shardkit.testing.comm_counts`` counts.
         """
         if not isinstance(micro_batches, int) or micro_batches < 1:
-            raise PlanError(message("micro_batches", f"must be an int of at least 1, got {micro_batches!r}", "", ""))
+            raise PlanError(f"micro_batches must be an int of at least 1, got {micro_batches!r}.")
         counts = Collectives()
         in_backward = self._gathered_in_backward()
         for unit in self.units:
-            if unit.params:
-                trains, mesh = self.trains(unit), self.mesh_of(unit)
-                sharded = mesh.shard_size > 1
-                gathers = 1 if self.stays(unit, keep_unsharded) else micro_batches * (1 + (unit.name in in_backward))
-                counts.all_gathers += sharded * gathers
-                counts.reduce_scatters += sharded * trains * (micro_batches if shard_gradients else 1)
-                counts.all_reduces += mesh.replicates and trains
+            if not unit.params:
+                continue
+            trains, mesh = self.trains(unit), self.mesh_of(unit)
+            if mesh.shard_size > 1:
+                if self.stays(unit, keep_unsharded):
+                    counts.all_gathers += 1
+                else:
+                    counts.all_gathers += micro_batches * (2 if unit.name in in_backward else 1)
+                if trains:
+                    counts.reduce_scatters += micro_batches if shard_gradients else 1
+            if mesh.replicates and trains:
+                counts.all_reduces += 1
         if any(self.specs[fqn].trainable for fqn in self.replicated):
             counts.all_reduces += sum(size > 1 for size in self.mesh.on(None).shape)
         return counts
@@ -208,17 +229,22 @@ def mp_policy_to_dict(policy: MixedPrecisionPolicy) -> dict[str, Any]:
 def skippable(plan: PlanData) -> set[ShardUnit]:
     """Return the units with ``may_skip=True`` and those inside them."""
     fqns = {fqn for unit in plan.units if unit.may_skip for fqn in unit.modules}
-    if not fqns:
-        return set()
-    return {unit for unit in plan.units if fqns.intersection([unit.modules[0], *ancestors(unit.modules[0])])}
+    found = set()
+    for unit in plan.units:
+        if not fqns.isdisjoint([unit.modules[0], *ancestors(unit.modules[0])]):
+            found.add(unit)
+    return found
 
 
 def callers(plan: PlanData) -> dict[ShardUnit, list[ShardUnit]]:
-    """Return the units that call those, in the order of the plan, each with all units that it calls."""
-    inside, found = skippable(plan), {unit: list[ShardUnit]() for unit in plan.units}
-    around = {fqn: unit for unit in plan.units for fqn in unit.modules}
-    for unit in plan.execution_order() if inside else ():
-        outer = next((around[fqn] for fqn in ancestors(unit.modules[0]) if fqn in around), None)
-        if outer is not None:
-            found[outer].append(unit)
-    return {unit: called for unit, called in found.items() if inside.intersection(called)}
+    """Return the units that call those, in the plan's order, each with all units that it calls."""
+    inside = skippable(plan)
+    if not inside:
+        return {}
+    unit_of = {fqn: unit for unit in plan.units for fqn in unit.modules}
+    calls: dict[ShardUnit, list[ShardUnit]] = {unit: [] for unit in plan.units}
+    for unit in plan.execution_order():
+        around = [unit_of[fqn] for fqn in ancestors(unit.modules[0]) if fqn in unit_of]
+        if around:
+            calls[around[0]].append(unit)
+    return {unit: called for unit, called in calls.items() if not inside.isdisjoint(called)}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError
 
 
 def is_world_size(reshard_after_forward: bool | int) -> bool:
@@ -120,10 +120,12 @@ class MeshSpec:
         names_fit = axes == len(self.axis_names) == len(set(self.axis_names))
         sizes_fit = all(isinstance(size, int) and size >= 1 for size in self.shape)
         if not (axes and names_fit and sizes_fit and axes - self.shard_axes in (0, 1)):
-            problem = f"has the shape {self.shape} with axis names {self.axis_names}, of which {self.shard_axes} shard"
-            rule = "A mesh has axes of at least one rank, each with a name of its own, and all but at most one shard"
-            fix = "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)"
-            raise PlanError(message("mesh", problem, rule, fix))
+            raise PlanError(
+                f"mesh has the shape {self.shape} with axis names {self.axis_names}, of which "
+                f"{self.shard_axes} shard. A mesh has axes of at least one rank, each with a name of its "
+                "own, and all but at most one shard. Use MeshSpec.sharded(ranks) or "
+                "MeshSpec.hybrid(replicate, shard)."
+            )
 
     @classmethod
     def sharded(cls, ranks: int) -> MeshSpec:
@@ -153,10 +155,11 @@ class MeshSpec:
     def sharded_from(self, axis: str) -> MeshSpec:
         """Return the mesh of which ``axis`` and all after it shard; PlanError if it is not one of the first two."""
         if axis not in self.axis_names[:2]:
-            problem = f"of a rule must be one of the first two axes of {self}, got {axis!r}"
-            rule = "At most one axis, which replicates, comes before it; the experts are split over those after it"
-            fix = 'Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", "efsdp", "ep"))'
-            raise PlanError(message("mesh", problem, rule, fix))
+            raise PlanError(
+                f"mesh of a rule must be one of the first two axes of {self}, got {axis!r}. At most one "
+                "axis, which replicates, comes before it; the experts are split over those after it. "
+                'Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", "efsdp", "ep")).'
+            )
         return replace(self, shard_axes=len(self.shape) - self.axis_names.index(axis))
 
     def on(self, axis: str | None) -> MeshSpec:
@@ -166,8 +169,10 @@ class MeshSpec:
         cut = len(self.shape) - self.shard_axes
         shards = self.axis_names[cut:]
         if axis not in (None, shards[0]):
-            problem = f"of a unit must be None, for all axes that shard, or {shards[0]!r} of {self}, got {axis!r}"
-            raise PlanError(message("mesh", problem, "", ""))
+            raise PlanError(
+                f"mesh of a unit must be None, for all axes that shard, or {shards[0]!r} of {self}, got "
+                f"{axis!r}."
+            )
         size = self.shard_size if axis is None else self.shape[cut]
         return MeshSpec((*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1)
 
@@ -239,11 +244,6 @@ class ShardUnit:
         """The unit as tables and errors call it."""
         names = [fqn or "(root)" for fqn in self.modules]
         return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
-
-    @property
-    def blocks_inside(self) -> tuple[str, ...]:
-        """The ``blocks`` where they are not the ``modules`` themselves; else empty."""
-        return () if set(self.blocks) <= set(self.modules) else self.blocks
 
     @property
     def offloads(self) -> bool:

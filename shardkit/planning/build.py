@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -15,12 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit.errors import PlanError, listing, message, refuse
+from shardkit.errors import PlanError, listing, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
-from shardkit.planning.rules import Rule, Selection, check_settings, named_policy, select
-from shardkit.planning.tree import ModelTree, assign, split_problem, unit_of_entries
+from shardkit.planning.repair import join_ties, split_dtypes
+from shardkit.planning.rules import Rule, Selection, check_settings, policy_name, select
+from shardkit.planning.tree import ModelTree, ModuleNode, assign, tie_problem, units_around
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What ``plan_model`` was asked for; each field is an argument of that name, the settings together."""
+    """What ``plan_model`` was asked for; each field is an argument of that name."""
 
     units: Rule | Sequence[Rule] | None = None
     mesh: DeviceMesh | MeshSpec | None = None
@@ -46,174 +46,247 @@ class Request:
     forward_methods: Iterable[str] = ()
     example_batch: Any = None
 
-    def check_not_given(self, memory_budget: object) -> None:
-        """Raise PlanError if anything but a mesh was given, as beside a finished plan."""
-        values = {**vars(self.settings), **vars(self), "memory_budget": memory_budget}
-        defaults = {**vars(Settings()), **vars(Request()), "memory_budget": None}
-        asked = defaults.keys() - {"mesh", "settings"}
-        if given := [name for name in values if name in asked and values[name] is not defaults[name] != values[name]]:
-            problem = f"was given together with {listing(given)}, and contains all settings"
-            raise PlanError(message("plan", problem, "", "Pass plan=plan_model(...) alone, with a mesh if you like"))
+
+@dataclass
+class Draft:
+    """What a plan is made of: modules and parameters of one model.
+
+    Attributes:
+        selections: the units, the root among them.
+        settings: for what the selections do not override.
+        ignored: FQNs of parameters to leave alone.
+        replicated: FQNs of parameters that every rank holds in full; those ignored are left out.
+        tiles: in how many tiles of tokens a module computes.
+    """
+
+    selections: list[Selection]
+    settings: Settings
+    ignored: set[str] = field(default_factory=set)
+    replicated: set[str] = field(default_factory=set)
+    tiles: dict[ModuleNode, int] = field(default_factory=dict)
+    prefetch: int = 0
+    forward_methods: Iterable[str] = ()
+    notes: list[str] = field(default_factory=list)
 
 
 def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPlan:
-    """Return the plan as requested on a mesh of that shape; PlanError if rules do not fit, or the plan is not valid."""
+    """Return the plan as requested on a mesh of that shape.
+
+    Raises PlanError: rules do not fit the model, or the plan is not valid.
+    """
     settings = request.settings
     check_settings("", vars(settings))
-    left_alone = _ignored_fqns(tree, request.ignored_params or ())
     chosen = select(tree, request.units)
-    apart = chosen.replicated
-    replicated = tree.unshardable.union(*(tree.owned[entry] for entry in apart))
-    blocks, notes = None, list[str]()
-    if not chosen.by_default:
-        selections = chosen.units
-        if not any(0 in selection.entries for selection in selections):
-            selections.append(Selection((0,), reshard=False))
+    ignored = _ignored_fqns(tree, request.ignored_params or ())
+    replicated = tree.unshardable()
+    for node in chosen.replicated:
+        replicated.update(node.params)
+
+    notes: list[str] = []
+    if chosen.units is None:
+        selections, tie_notes = join_ties(tree, default_units(tree), ignored | replicated)
+        selections, odd, dtype_notes = split_dtypes(tree, selections, ignored | replicated)
+        replicated |= odd
+        notes = [*tie_notes, *dtype_notes]
     else:
-        selections, blocks, odd, notes = default_units(tree, left_alone | replicated)
-        replicated |= set(odd)
-    if apart:  # modules that need no gathering, such as the norm of [norm, head]
-        kept = [tuple(entry for entry in new.entries if not entry or entry not in apart) for new in selections]
-        selections = [replace(new, entries=entries) for new, entries in zip(selections, kept, strict=True) if entries]
-    prefetch, methods = request.prefetch, request.forward_methods
-    tiles = [(entry, number) for entry, number in chosen.tiles.items() if number is True or number != 1]  # 1 is whole
-    plan = plan_of(tree, mesh, selections, settings, left_alone, replicated, blocks, prefetch, methods, notes, tiles)
+        selections = chosen.units
+        if not any(tree.root in selection.modules for selection in selections):
+            selections = [*selections, Selection((tree.root,), reshard=False)]
+    if chosen.replicated:
+        selections = _without(selections, {*chosen.replicated} - {tree.root})
+
+    plan = plan_of(
+        tree,
+        mesh,
+        Draft(
+            selections,
+            settings,
+            ignored,
+            replicated,
+            {node: tiles for node, tiles in chosen.tiles.items() if tiles is True or tiles != 1},
+            request.prefetch,
+            request.forward_methods,
+            notes,
+        ),
+    )
     for name in ("checkpoint_activations", "compile"):
         if getattr(settings, name) and not any(getattr(unit, name) for unit in plan.units):
-            problem, rule = "reaches no module", "It applies to blocks: modules that repeat, or units with submodules"
-            fix = f"Name the modules: units=[by_name(..., {name}=True)]"
-            raise PlanError(message(f"{name}={named_policy(getattr(settings, name))!r}", problem, rule, fix))
+            raise PlanError(
+                f"{name}={policy_name(getattr(settings, name))!r} reaches no module. It applies to "
+                "blocks: units of one module with submodules. Name the modules: "
+                f"units=[by_name(..., {name}=True)]."
+            )
     return plan
 
 
-def plan_of(
-    tree: ModelTree,
-    mesh: MeshSpec,
-    selections: list[Selection],
-    settings: Settings,
-    left_alone: frozenset[str],
-    replicated: frozenset[str],
-    blocks: list[int] | None = None,
-    prefetch: int = 0,
-    methods: Iterable[str] = (),
-    notes: Iterable[str] = (),
-    tiles: Iterable[tuple[int, int]] = (),
-) -> ShardingPlan:
-    """Return the plan whose units are ``selections``, the root among them.
+def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> set[str]:
+    ignored = set()
+    unknown = []
+    for param in ignored_params:
+        fqn = tree.fqn_of(param)
+        if fqn is None:
+            unknown.append(param if isinstance(param, str) else f"a {type(param).__name__}")
+        else:
+            ignored.add(fqn)
+    if unknown:
+        raise PlanError(
+            f"ignored_params has {listing(unknown)}, not in the model. It takes parameters of the "
+            "model, or their FQNs. Take them from model.named_parameters()."
+        )
+    return ignored
 
-    ``blocks`` are the entries to checkpoint and compile; None is each unit of one module with submodules. Raises
-    PlanError if the selections split a tie or lie inside each other, or the plan is not valid.
+
+def _without(selections: list[Selection], replicated: set[ModuleNode]) -> list[Selection]:
+    """Leave out modules that need no gathering, such as the norm of [norm, head]."""
+    kept = []
+    for selection in selections:
+        modules = tuple(node for node in selection.modules if node not in replicated)
+        if modules:
+            kept.append(replace(selection, modules=modules))
+    return kept
+
+
+def plan_of(tree: ModelTree, mesh: MeshSpec, draft: Draft) -> ShardingPlan:
+    """Return the plan of a draft on a mesh.
+
+    Raises PlanError: the selections split a tie or lie inside each other, or the plan is not valid.
     """
-    for axis in dict.fromkeys(each.overrides.get("mesh") for each in selections):
-        mesh = mesh if axis is None else mesh.sharded_from(axis)
-    selections = _children_first(tree, selections)
-    entries = [selection.entries for selection in selections]
-    if blocks is None:
-        # Recomputing a lone embedding, norm or head saves nothing, and neither does recomputing the root.
-        blocks = [first for first, *others in entries if first and not others and tree.ends[first] > first + 1]
-    around, inside = unit_of_entries(tree, entries), defaultdict[int, list[str]](list)
-    for block in blocks:
-        inside[around[block]].append(tree.fqns[block])
-    replicated -= left_alone
-    owned, torn = assign(tree, entries, left_alone | replicated)
-    refuse(split_problem(tree, fqn) for fqn in torn)
-    # Below the root without output_dtype: only the root returns to the user, and blocks that cast would keep more.
+    for selection in draft.selections:
+        if selection.overrides.get("mesh") is not None:
+            mesh = mesh.sharded_from(selection.overrides["mesh"])
+    selections = _children_first(tree, draft.selections)
+    replicated = draft.replicated - draft.ignored
+    skipped = draft.ignored | replicated
+    owned, in_several = assign(tree, [each.modules for each in selections], skipped)
+    refuse(tie_problem(tree, fqn) for fqn in in_several)
+
+    settings = draft.settings
+    # Only the root returns to the user: blocks that cast their outputs would keep more.
     inner = replace(settings, mp_policy=replace(settings.mp_policy, output_dtype=None))
-    units = tuple(
-        _unit(tree, selection, tuple(params), tuple(inside[index]), settings if selection.entries == (0,) else inner)
-        for index, (selection, params) in enumerate(zip(selections, owned, strict=True))
-    )
-    if isinstance(methods, str):
-        problem, fix = f"must be a list of names, got the string {methods!r}", f"Pass forward_methods=[{methods!r}]"
-        raise PlanError(message("forward_methods", problem, "", fix))
-    generate = ["generate"] * callable(getattr(tree.modules[0], "generate", None))
-    trained = sorted(fqn for fqn in left_alone if tree.specs[fqn].trainable)
-    note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
-    split = {fqn for unit in units if unit.mesh and mesh.parts(unit.mesh) > 1 for fqn in unit.params}
-    specs = tree.specs | {fqn: tree.specs[fqn]._replace(tensor_parallel=True) for fqn in split}
+    units = []
+    for selection, params in zip(selections, owned, strict=True):
+        is_root = selection.modules == (tree.root,)
+        units.append(_unit(tree, selection, params, settings if is_root else inner))
+
+    specs = dict(tree.specs)
+    unsplit = set(tree.unsplit)
+    for unit in units:
+        if unit.mesh and mesh.parts(unit.mesh) > 1:  # experts, which the model has split
+            unsplit.update(unit.params)
+            for fqn in unit.params:
+                specs[fqn] = specs[fqn]._replace(tensor_parallel=True)
+
+    notes = list(draft.notes)
+    trained = [fqn for fqn in sorted(draft.ignored) if specs[fqn].trainable]
+    if trained:
+        names = listing(trained, 6)
+        notes.append(f"{names}: ignored but trained, so each rank keeps its own, unreduced gradient")
     plan = ShardingPlan(
-        units=units,
+        units=tuple(units),
         mesh=mesh,
         params=tuple(specs.values()),
-        ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
+        ignored=tuple(fqn for fqn in tree.params if fqn in draft.ignored),
         replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
-        prefetch=prefetch,
-        forward_methods=tuple(dict.fromkeys([*generate, *methods])),
-        tiles=tuple((tree.fqns[entry], number) for entry, number in sorted(tiles)),
-        notes=(*notes, *[note] * bool(trained)),
+        prefetch=draft.prefetch,
+        forward_methods=_forward_methods(tree, draft.forward_methods),
+        tiles=tuple(
+            (node.fqn, draft.tiles[node]) for node in tree.nodes if node in draft.tiles
+        ),
+        notes=tuple(notes),
     )
-    plan = balanced(plan, split | tree.unsplit)
+    plan = balanced(plan, unsplit)
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
 
 
-def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> frozenset[str]:
-    if not ignored_params:
-        return frozenset()
-    aliases = {fqn: fqn for fqn in tree.params} | {alias: fqn for fqn, ties in tree.ties.items() for alias in ties}
-    found = {each: aliases.get(each) if isinstance(each, str) else tree.names.get(id(each)) for each in ignored_params}
-    unknown = [each if isinstance(each, str) else f"a {type(each).__name__}" for each in found if found[each] is None]
-    if unknown:
-        rule, fix = "It takes parameters of the model, or their FQNs", "Take them from model.named_parameters()"
-        raise PlanError(message("ignored_params", f"has {listing(unknown)}, not in the model", rule, fix))
-    return frozenset(fqn for fqn in found.values() if fqn is not None)
-
-
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:
-    """Sort into the order of the ``fully_shard`` calls: units inside a module before the unit of that module."""
-    selections = sorted(selections, key=lambda each: (each.entries == (0,), each.entries))
-    around = unit_of_entries(tree, [selection.entries for selection in selections])
+    """Sort into the order of the ``fully_shard`` calls: units inside a module before its unit."""
+
+    def place(selection: Selection) -> tuple[bool, list[int]]:
+        return selection.modules == (tree.root,), [node.place for node in selection.modules]
+
+    selections = sorted(selections, key=place)
+    around = units_around(tree, [selection.modules for selection in selections])
     inner: dict[int, list[int]] = {index: [] for index in range(len(selections))}
     for index, selection in enumerate(selections):
-        for outer in sorted({around[tree.parents[entry]] for entry in selection.entries if entry}):
-            inner[outer].append(index)
+        outer: set[int] = set()
+        for node in selection.modules:
+            for parent in node.parents:
+                outer |= around[parent]
+        for each in sorted(outer):
+            inner[each].append(index)
     try:
         return [selections[index] for index in TopologicalSorter(inner).static_order()]
     except CycleError as error:
-        entries = selections[error.args[1][0]].entries
-        name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in entries)})"
-        problem = "has a module that lies inside another one of the same unit, or of a unit inside it"
-        raise PlanError(message(name, problem, "", "Leave the inner module out")) from error
+        names = [repr(node.name) for node in selections[error.args[1][0]].modules]
+        raise PlanError(
+            f"group({', '.join(names)}) has a module that lies inside another one of the same unit, "
+            "or of a unit inside it. Leave the inner module out."
+        ) from error
 
 
 def _unit(
-    tree: ModelTree, selection: Selection, params: tuple[str, ...], blocks: tuple[str, ...], settings: Settings
+    tree: ModelTree, selection: Selection, params: list[str], settings: Settings
 ) -> ShardUnit:
     chosen = selection.overrides
-    policy = chosen.get("checkpoint_activations", bool(blocks) and settings.checkpoint_activations)
-    reshard, dim = chosen.get("reshard_after_forward", settings.reshard_after_forward), chosen.get("shard_dim")
+    # Recomputing a lone embedding, norm or head saves nothing, and neither does the whole model.
+    first = selection.modules[0]
+    is_block = len(selection.modules) == 1 and bool(first.children) and first is not tree.root
+    fqns = tuple(node.fqn for node in selection.modules)
+    reshard = chosen.get("reshard_after_forward", settings.reshard_after_forward)
+    policy = chosen.get("checkpoint_activations", is_block and settings.checkpoint_activations)
+    dim = chosen.get("shard_dim")
+    dims = []
+    for fqn in params if dim else ():
+        if len(tree.specs[fqn].shape) > dim:
+            dims.append((fqn, dim))
     return ShardUnit(
-        modules=tuple(tree.fqns[entry] for entry in selection.entries),
-        params=params,
+        modules=fqns,
+        params=tuple(params),
         reshard_after_forward=selection.reshard if reshard is None else reshard,
         mp_policy=chosen.get("mp_policy", settings.mp_policy),
         offload_policy=chosen.get("offload_policy", settings.offload_policy),
-        checkpoint_activations=named_policy(policy),
-        compile=chosen.get("compile", settings.compile and bool(blocks)),
-        blocks=blocks,
-        shard_dims=tuple((fqn, dim) for fqn in params if len(tree.specs[fqn].shape) > dim) if dim else (),
+        checkpoint_activations=policy_name(policy),
+        compile=chosen.get("compile", settings.compile and is_block),
+        blocks=fqns if is_block else (),
+        shard_dims=tuple(dims),
         mesh=chosen.get("mesh"),
         may_skip=bool(chosen.get("may_skip")),
         dim_given=dim is not None,
     )
 
 
+def _forward_methods(tree: ModelTree, methods: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(methods, str):
+        raise PlanError(
+            f"forward_methods must be a list of names, got the string {methods!r}. "
+            f"Pass forward_methods=[{methods!r}]."
+        )
+    names = list(methods)
+    if callable(getattr(tree.root.module, "generate", None)):
+        names.insert(0, "generate")
+    return tuple(dict.fromkeys(names))
+
+
 def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Yield an error for each method that the plan names and that cannot gather parameters."""
-    units = {fqn for unit in plan.units for fqn in unit.modules}
+    units = {tree.find(fqn) for unit in plan.units for fqn in unit.modules}
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
-        entry = tree.places.get(fqn, -1) if fqn else 0
-        module = tree.modules[entry] if entry >= 0 else None
-        if not callable(getattr(module, method, None)) or method == "forward":
-            problem, fix = "which is not a method besides forward of a module in the model", "Correct the name"
-        elif units.isdisjoint(tree.fqns[path] for path in tree.paths(entry)):
-            problem = f"a method of {fqn}, which is not a unit"
-            fix = f"Make {fqn} a unit with units=, or name a method of a unit or of the model that calls this one"
-        else:
-            continue
-        yield message("forward_methods", f"has {name!r}, {problem}", "Only units and the model can gather", fix)
+        node = tree.find(fqn)
+        found = node is not None and callable(getattr(node.module, method, None))
+        if not found or method == "forward":
+            yield (
+                f"forward_methods has {name!r}, which is not a method besides forward of a module in "
+                "the model. Only units and the model can gather. Correct the name."
+            )
+        elif node not in units:
+            yield (
+                f"forward_methods has {name!r}, a method of {fqn}, which is not a unit. Only units and "
+                f"the model can gather. Make {fqn} a unit with units=, or name a method of a unit or "
+                "of the model that calls this one."
+            )
 
 
 def named_model(given: str) -> nn.Module:
@@ -230,6 +303,8 @@ def named_model(given: str) -> nn.Module:
             model: nn.Module = pkgutil.resolve_name(given)()
             return model
     except Exception as error:  # whatever the user's code raises
-        problem = f"{given} cannot be built ({type(error).__name__}: {error})"
-        rule = "It must be package.module:factory, a callable without arguments, or a config.json of transformers"
-        raise PlanError(message("model", problem, rule, "Check that it can be imported from here")) from error
+        raise PlanError(
+            f"model {given} cannot be built ({type(error).__name__}: {error}). It must be "
+            "package.module:factory, a callable without arguments, or a config.json of transformers. "
+            "Check that it can be imported from here."
+        ) from error

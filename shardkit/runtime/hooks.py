@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import fsdp_units, initialize, is_in_use, not_compiled
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 
 _Hook = Callable[..., None]
 double_backwards: list[nn.Module] = []  # models that run in the context ``double_backward``
@@ -41,18 +41,21 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
 
     @not_compiled
     def after_forward(module: nn.Module, args: object, kwargs: object, output: Any) -> None:
-        final = not torch.is_grad_enabled()
-        if not final:
+        if torch.is_grad_enabled():
             tensors = [output] if isinstance(output, Tensor) else list(_tensors(output))
-            for tensor in tensors if not double_backwards else ():
-                if tensor.grad_fn is not None:  # not a parameter, which would keep the hooks of all steps
-                    tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
-            if tensors and not tensors[0].requires_grad:  # of a frozen model, such as a teacher, no backward follows
-                others = chain(tensors, _tensors((args, kwargs)), root.parameters())
-                final = not any(each.requires_grad for each in others)
-        if final and running:
+            if not double_backwards:
+                for tensor in tensors:
+                    if tensor.grad_fn is not None:  # a parameter would keep the hooks of all steps
+                        tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
+            if not tensors or tensors[0].requires_grad:
+                return  # a backward follows
+            # Of a frozen model, such as a teacher, none follows.
+            for each in chain(tensors, _tensors((args, kwargs)), root.parameters()):
+                if each.requires_grad:
+                    return
+        if running:
             running[-1] = True
-        elif final:
+        else:
             reshard(root)
 
     root.register_forward_hook(after_forward, with_kwargs=True)
@@ -80,8 +83,10 @@ def _begin_as_root(root: nn.Module) -> _Hook:
             return
         meta = [fqn for fqn, param in root.named_parameters() if isinstance(param, DTensor) and param.is_meta]
         if meta:
-            fix = "Call shardkit.materialize(model), or load_pretrained, before the first forward"
-            raise ShardkitError(message("model", f"has {listing(meta, 6)} on meta", "A forward needs values", fix))
+            raise ShardkitError(
+                f"model has {listing(meta, 6)} on meta. A forward needs values. Call "
+                "shardkit.materialize(model), or load_pretrained, before the first forward."
+            )
         while handles:
             handles.pop().remove()
         inference = torch.is_inference_mode_enabled()
@@ -135,10 +140,11 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _refuse_create_graph(gradient: Tensor) -> None:
     if torch.is_grad_enabled() and not double_backwards:  # enabled in a backward only with create_graph
-        problem = "cannot run with create_graph=True on a sharded model"
-        rule = "FSDP2 frees the gathered parameters that the graph of this backward needs"
-        fix = "Run the forward and both backwards inside `with shardkit.double_backward(model):`"
-        raise ShardkitError(message("backward", problem, rule, fix))
+        raise ShardkitError(
+            "backward cannot run with create_graph=True on a sharded model. FSDP2 frees the gathered "
+            "parameters that the graph of this backward needs. Run the forward and both backwards "
+            "inside `with shardkit.double_backward(model):`."
+        )
 
 
 @contextmanager

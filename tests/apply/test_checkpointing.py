@@ -13,7 +13,7 @@ from matrix import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardkit import MeshSpec, PlanError, ShardkitError, plan_model, shard_model
+from shardkit import apply_plan, MeshSpec, PlanError, ShardkitError, plan_model, shard_model
 from shardkit._torch.dispatch import TorchDispatchMode
 from shardkit.testing import distributed
 
@@ -140,7 +140,7 @@ def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code: boo
         torch.manual_seed(0)
         model = nn.Sequential(Dropping(), Dropping())
         plan = plan_model(model, checkpoint_activations=policy)
-        exec(plan.to_python(), {"model": model}) if by_its_code else shard_model(model, plan=plan)
+        exec(plan.to_python(), {"model": model}) if by_its_code else apply_plan(model, plan)
         model(torch.arange(80.0).view(2, 5, 8).sin()).square().mean().backward()
         grads.append([param.grad.full_tensor() for param in model.parameters()])
     assert all(map(torch.equal, *grads))

@@ -124,7 +124,10 @@ def test_what_cannot_work_is_refused_on_every_rank():
     ]
     for model, arguments, found in cases:
         with pytest.raises(PlanError) as error:
-            shard_model(model, **arguments)
+            if "plan" in arguments:
+                apply_plan(model, **arguments)
+            else:
+                shard_model(model, **arguments)
         assert found in str(error.value), str(error.value)
         assert_same_on_all_ranks(torch.tensor(len(str(error.value))))
         assert not any(hasattr(module, "unshard") for module in model.modules())

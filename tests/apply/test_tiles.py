@@ -16,6 +16,7 @@ from small_moe import MoE
 from torch import Tensor, nn
 
 from shardkit import (
+    apply_plan,
     MeshSpec,
     PlanError,
     ShardingPlan,
@@ -100,7 +101,7 @@ def test_gradients_and_collectives_are_those_of_the_whole() -> None:
     for name, model in sharded.items():
         plan = plan_model(model, mesh=MeshSpec.sharded(2), **CASES[name])
         assert [fqn for fqn, _ in plan.tiles] == [f"layers.{index}.mlp" for index in range(3)]
-        shard_model(model, plan=plan)
+        apply_plan(model, plan)
         for place, batch in enumerate(mine):
             with accumulate(model, last=place == len(mine) - 1):
                 loss_of(model, batch).backward()
@@ -231,7 +232,7 @@ def test_tiles_in_the_plan() -> None:
     assert ShardingPlan.from_dict(plan.to_dict()) == plan
     gone = dataclasses.replace(plan, tiles={"layers.7.mlp": 4})  # type: ignore[arg-type]
     with fake_world(8), pytest.raises(PlanError, match=re.escape("no module layers.7.mlp")):
-        shard_model(model, plan=gone)
+        apply_plan(model, gone)
 
 
 def test_the_code_of_a_plan_computes_in_tiles() -> None:

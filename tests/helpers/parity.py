@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from zoo import ZOO, Entry
 
-from shardkit import ShardingPlan, accumulate, plan_model, shard_model
+from shardkit import apply_plan, ShardingPlan, accumulate, plan_model, shard_model
 from shardkit.optim import step_on_local_shards
 
 OPTIMIZERS = {
@@ -80,7 +80,7 @@ def _copies(
     if options.get("checkpoint_activations"):
         _stop_caching(sharded)
     plan = plan_model(sharded, mesh=mesh_of(mesh), **options)
-    shard_model(sharded, mesh=mesh_of(mesh), plan=plan)
+    apply_plan(sharded, plan, mesh_of(mesh))
     if entry.uneven:
         sharded.set_reduce_scatter_unused_params(True)  # see _sum_over_ranks_
     if entry.crossing:

@@ -190,9 +190,8 @@ def test_no_plan_and_no_mesh() -> None:
     model = Decoder()
     plan = plan_model(model, mesh=EIGHT)
     with fake_world(8):
-        for call in (apply_plan, lambda model, plan: shard_model(model, plan=plan)):
-            with refused(model, "plan must be a ShardingPlan, got dict", "ShardingPlan.from_dict"):
-                call(model, plan.to_dict())
+        with refused(model, "plan must be a ShardingPlan, got dict", "ShardingPlan.from_dict"):
+            apply_plan(model, plan.to_dict())  # type: ignore[arg-type]
         with refused(model, "mesh must be a DeviceMesh or None, got MeshSpec", "Leave it out"):
             apply_plan(model, plan, EIGHT)  # type: ignore[arg-type]
 
@@ -211,8 +210,6 @@ def test_plan_edited_by_hand() -> None:
         ):
             with refused(model, *parts):
                 apply_plan(model, dataclasses.replace(plan, units=units))
-        with refused(model, "plan was given together with compile"):
-            shard_model(model, plan=plan, compile=True)
 
 
 def test_parameters_in_the_same_memory() -> None:

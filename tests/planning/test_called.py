@@ -47,15 +47,6 @@ class LateTable(ReadTable):
         return F.linear(x, getattr(self, "tokens").weight)  # noqa: B009
 
 
-class Forwards(ReadTable):
-    """Layers whose ``forward`` is called, as SqueezeBERT's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer.forward(x)
-        return self.head(x) + self._scores(x)
-
-
 class AsksForDtype(ReadTable):
     """A table whose dtype is asked for, as of Mamba's head; that is right on shards too."""
 
@@ -178,7 +169,7 @@ class TiedAbove(nn.Module):
 
 
 MODELS = {
-    each.__name__: each for each in (ReadTable, LateTable, Forwards, attentions, routers, scans, TiedAbove, Twice)
+    each.__name__: each for each in (ReadTable, LateTable, attentions, routers, scans, TiedAbove, Twice)
 }
 
 
@@ -190,7 +181,6 @@ def test_units_are_called() -> None:
     assert "table" not in units(ReadTable())
     assert "table" in units(AsksForDtype())
     assert "tokens" not in units(LateTable())
-    assert not [name for name in units(Forwards()) if "layers" in name]
     assert units(attentions()) == ["[layers.0, layers.2]", "layers.1", "(root)"]
     assert units(TiedAbove()) == ["model.body.layers.0", "model.body.layers.1", "[model, head]", "(root)"]
     plan = plan_model(routers(), mesh=TWO)

@@ -76,8 +76,11 @@ def stage(number: int, dim: int = 8) -> nn.Module:
             lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
             [*(f"{part}.layers.{number}" for part in ("encoder", "decoder") for number in range(2)), "(root)"],
         ),
-        # Two levels: the outer one, where it is small.
-        (lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])), ["stages.0", "stages.1", "(root)"]),
+        # Two levels: the inner one.
+        (
+            lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])),
+            [*(f"stages.{s}.blocks.{b}" for s, n in ((0, 2), (1, 3)) for b in range(n)), "(root)"],
+        ),
         (lambda: Model(layers=nn.ModuleList([routed(), routed()])), ["layers.0", "layers.1", "(root)"]),
         (routed, ["(root)"]),
         (lambda: Model(experts=nn.ModuleList(Model(layers=blocks()) for _ in range(2))), ["(root)"]),
@@ -99,19 +102,15 @@ def test_units(make: Callable[[], nn.Module], expected: list[str]) -> None:
     assert names(make()) == expected
 
 
-def test_a_block_is_cut_where_it_is_larger_than_the_largest_that_cannot_be_cut() -> None:
-    """Stages as attributes that a number tells apart, of which the second is larger than its largest block."""
+def test_the_blocks_of_stages_are_units() -> None:
+    """Stages as attributes that a number tells apart."""
     with torch.device("meta"):
         stages = {"stage1": stage(2, 256), "stage2": stage(6, 1024)}
         model = Model(stem=nn.Linear(3, 256), **stages, head=nn.Linear(2048, 2000))
     plan = plan_model(model, mesh=EIGHT, checkpoint_activations=True)
-    inside = [f"stage2.blocks.{number}" for number in range(6)]
-    assert [unit.name for unit in plan.units] == ["stage1", *inside, "head", "stage2", "(root)"]
-    recomputed = {unit.name: unit.blocks for unit in plan.units if unit.checkpoint_activations}
-    assert recomputed.pop("stage1") == ("stage1.blocks.0", "stage1.blocks.1")
-    assert recomputed == {name: (name,) for name in inside}
-    assert "yes, 2 blocks inside" in str(plan)
-    assert 'for module in [model.get_submodule("stage1.blocks.0"), model' in plan.to_python()
+    inside = [f"stage{s}.blocks.{b}" for s, n in ((1, 2), (2, 6)) for b in range(n)]
+    assert [unit.name for unit in plan.units] == [*inside, "stage2.reduce", "head", "(root)"]
+    assert [unit.name for unit in plan.units if unit.checkpoint_activations] == inside
 
 
 def branches() -> nn.Module:
@@ -132,17 +131,10 @@ def test_checkpointing_that_reaches_no_block_is_an_error() -> None:
             plan_model(nn.Linear(4, 4), mesh=EIGHT, **{setting: value})
 
 
-def test_classes_that_the_model_declares() -> None:
-    model = Model(only=nn.ModuleList([nn.Linear(4, 4), nn.Conv1d(2, 2, 1)]), other=nn.Linear(40, 40))
-    assert names(model) == ["(root)"]
-    model._no_split_modules = {"Linear"}
-    assert names(model) == ["only.0", "(root)"]
-
-
 def test_what_blocks_share_is_a_unit() -> None:
     layer = nn.Linear(3, 3)
     one = Model(layers=nn.ModuleList([shared(layer), shared(layer)]))
-    assert names(one) == ["layers.0.layer", "layers.1", "layers.0", "(root)"]
+    assert names(one) == ["layers.0.layer", "layers.0", "layers.1", "(root)"]
     layers = nn.ModuleList([shared(nn.Linear(3, 3)) for _ in range(3)])
     layers[2].layer.weight = layers[0].layer.weight
     joined = "[layers.0.layer, layers.2.layer]"
@@ -204,37 +196,3 @@ def test_an_example_batch_gives_the_order_of_units() -> None:
     assert order(example_batch=torch.ones(2, 8)) == ["(root)", "down.0", "mid", "up.0"]
     seen, unseen = (plan_model(MidLast(), mesh=EIGHT, example_batch=batch) for batch in (torch.ones(2, 8), None))
     assert "+ order: ('(root)', 'down.0', 'mid', 'up.0')" in unseen.diff(seen).replace("[", "(").replace("]", ")")
-
-
-class Unordered(nn.Module):
-    """Registers its norm and head first, and last the layer behind its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.norm, self.table = nn.Linear(1024, 512), nn.LayerNorm(1024), nn.Embedding(1100, 1024)
-        self.layers = nn.ModuleList(Block(1024) for _ in range(8))
-        self.first = nn.Linear(1024, 1024)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.first(self.table(ids))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-def test_an_example_batch_shows_the_head_its_norm_and_tables_that_are_read_once() -> None:
-    with torch.device("meta"):
-        model, ids = Unordered(), torch.zeros(1, 2, dtype=torch.long)
-    layers = [f"layers.{number}" for number in range(8)]
-    assert names(model) == [*layers, "(root)"]
-    plan = plan_model(model, mesh=EIGHT, example_batch=ids)
-    assert [unit.name for unit in plan.units] == ["[head, norm]", "table", *layers, "(root)"]
-    assert plan.units[0].reshard_after_forward is False
-
-
-def test_tables_that_are_most_of_a_model_have_a_note() -> None:
-    with torch.device("meta"):
-        tables = nn.ModuleList(nn.EmbeddingBag(rows, 64) for rows in (300_000, 100_000))
-        plan = plan_model(Model(tables=tables, top=nn.Linear(64, 64)), mesh=EIGHT)
-    assert [unit.name for unit in plan.units] == ["tables.0", "tables.1", "(root)"]
-    assert "tables.0, tables.1: embedding tables with most of the parameters" in plan.notes[-1]

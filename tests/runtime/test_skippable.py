@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import (
+    apply_plan,
     MeshSpec,
     PlanError,
     ShardingPlan,
@@ -74,7 +75,7 @@ def train_in_random_patterns(
         plain.get_submodule(name).requires_grad_(False)
     model = copy.deepcopy(plain)
     plan = plan_model(model, units=units(recomputes), mesh=mesh)
-    shard_model(model, plan=plan, mesh=build_mesh(mesh))
+    apply_plan(model, plan, build_mesh(mesh))
     source = random.Random(seed)
     for step in range(6):
         likely = source.choice([0.0, 0.2, 0.5, 0.9])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import (
+    apply_plan,
     MeshSpec,
     MixedPrecisionPolicy,
     ShardkitError,
@@ -93,7 +94,7 @@ def test_losses_and_gradients_are_those_of_the_whole() -> None:
         assert bool(arguments) or (("norm", "head") if not case else ("embed", "norm", "head")) in [
             unit.modules for unit in plan.units
         ]
-        shard_model(model, plan=plan)
+        apply_plan(model, plan)
         everything = [batches(rank) for rank in range(2)]
         count = sum((labels != -100).sum() for each in everything for _, labels in each)
         expected = sum(whole_loss(plain, *batch) for each in everything for batch in each) / count

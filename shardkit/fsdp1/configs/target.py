@@ -203,10 +203,10 @@ def _rules(target: Target, model: nn.Module) -> list[Rule]:
 def find_mlps(tree: ModelTree) -> list[str]:
     """Return the modules that are MLPs by the name of their class, without convolutions, and no experts."""
     found: dict[str, None] = {}
-    for entry in tree.first_entries:
-        fqn, names = tree.fqns[entry], [tree.fqns[below].lower() for below in tree.subtree(entry)]
-        is_mlp = _MLP.search(type(tree.modules[entry]).__name__) and found.keys().isdisjoint(ancestors(fqn))
-        dims = [tree.params[param].dim() for below in tree.subtree(entry) for param in tree.owned[below]]
+    for node in tree.nodes:
+        fqn, names = node.fqn, [below.fqn.lower() for below in node.subtree()]
+        is_mlp = _MLP.search(type(node.module).__name__) and found.keys().isdisjoint(ancestors(fqn))
+        dims = [tree.params[param].dim() for below in node.subtree() for param in below.params]
         if is_mlp and dims and max(dims) < 3 and not any("expert" in name for name in names):
             found[fqn] = None
     return list(found)

@@ -17,10 +17,10 @@ from shardkit.fsdp1.translate.arguments import Arguments, Decided, check_precisi
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped, ignored_fqns, ignored_of, wrapped_by
 from shardkit.fsdp1.translate.shard import ParamInitFn, Translation, cast_buffers, shard_translated
 from shardkit.fsdp1.translate.strategy import RESHARDING, groups_to_agree, parse_strategy, place_of
-from shardkit.planning.build import Settings, plan_of
+from shardkit.planning.build import Draft, Settings, plan_of
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Overrides, Selection
-from shardkit.planning.tree import ModelTree, assign, has_forward
+from shardkit.planning.tree import ModelTree, ModuleNode, assign, has_forward
 
 _UNSET = Settings(None, fsdp.MixedPrecisionPolicy(), fsdp.OffloadPolicy(), checkpoint_activations=False, compile=False)
 
@@ -111,12 +111,15 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
     place = place_of(strategy, given.process_group, given.device_mesh, given.ranks_per_node, given.world_size)
     ignored = ignored_of(given.ignored_modules, given.ignored_states)
     wrapped = wrapped_by(tree, given.auto_wrap_policy, given.mixed_precision, ignored, given.for_policies())
-    below = (entry for fqn in apart for entry in tree.subtree(tree.places[fqn]))
-    left_alone = ignored_fqns(tree, ignored).union(fqn for entry in below for fqn in tree.owned[entry])
+    left_alone = set(ignored_fqns(tree, ignored))
+    for fqn in apart:
+        for node in tree.find(fqn).subtree():
+            left_alone.update(node.params)
     settings = _unit_settings(tree, wrapped, given, strategy)
     selections, repairs = _select(tree, wrapped, settings, left_alone)
-    ahead, replicated = int(given.forward_prefetch), tree.unshardable
-    plan = plan_of(tree, place.spec, selections, _UNSET, left_alone, replicated, prefetch=ahead, notes=repairs)
+    draft = Draft(selections, _UNSET, left_alone, tree.unshardable(), notes=repairs)
+    draft.prefetch = int(given.forward_prefetch)
+    plan = plan_of(tree, place.spec, draft)
     return Translation(
         plan=plan,
         notes=notes_on(Decided(tree, given, strategy, wrapped, ignored, plan)),
@@ -126,8 +129,8 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
         param_init_fn=given.param_init_fn,
         sync_module_states=given.sync_module_states,
         buffer_dtypes=_buffer_dtypes(tree, wrapped, given, ignored),
-        ignored_modules=tuple(fqn for fqn in tree.fqns if tree.modules[tree.places[fqn]] in ignored.modules),
-        wrapped={tree.fqns[each.entry]: each.arguments for each in wrapped},
+        ignored_modules=tuple(node.fqn for node in tree.nodes if node.module in ignored.modules),
+        wrapped={each.node.fqn: each.arguments for each in wrapped},
         apart=apart,
     )
 
@@ -139,12 +142,12 @@ _OF_A_UNIT = ("sharding_strategy", "mixed_precision", "cpu_offload")
 _FSDP2S_OWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
 
 
-def _innermost(tree: ModelTree, wrapped: Sequence[Wrapped]) -> list[Wrapped | None]:
-    """Return for each entry of the tree the innermost wrapped module at or around it, None for the root."""
-    own = {each.entry: each for each in wrapped}
-    found: list[Wrapped | None] = [None]
-    for entry in range(1, len(tree.modules)):
-        found.append(own.get(entry, found[tree.parents[entry]]))
+def _innermost(tree: ModelTree, wrapped: Sequence[Wrapped]) -> dict[ModuleNode, Wrapped | None]:
+    """Return for each module the innermost wrapped module at or around it, None for the root."""
+    own = {each.node: each for each in wrapped}
+    found: dict[ModuleNode, Wrapped | None] = {tree.root: None}
+    for node in tree.nodes[1:]:
+        found[node] = own.get(node, found[node.parents[0]])
     return found
 
 
@@ -165,7 +168,7 @@ def _unit_settings(
     def settings(each: Wrapped | None) -> Overrides:
         own, policy = each.arguments if each else {}, _mp_policy(_precision_of(each, given), root=each is None)
         if each and each.full_precision:
-            policy = _full_precision(_precision_of(innermost[tree.parents[each.entry]], given))
+            policy = _full_precision(_precision_of(innermost[each.node.parents[0]], given))
         return Overrides(
             # FSDP1 never reshards its root after forward, since backward needs it at once.
             reshard_after_forward=each is not None
@@ -183,7 +186,7 @@ _AXES = {"FULL_SHARD": 1, "SHARD_GRAD_OP": 1, "NO_SHARD": 0, "HYBRID_SHARD": 2, 
 
 def _check_own(tree: ModelTree, each: Wrapped, strategy: fsdp.ShardingStrategy) -> None:
     others = [name for name in each.arguments if name not in (*_OF_A_UNIT, *_FSDP2S_OWN)]
-    fqn, rule = tree.fqns[each.entry], "Only reshard_after_forward and the policies can differ between units of a plan"
+    fqn, rule = each.node.fqn, "Only reshard_after_forward and the policies can differ between units of a plan"
     if others:
         problem = f"sets {listing(others)} for {fqn} alone"
         raise TranslationError(message("auto_wrap_policy", problem, rule, "Pass it for the whole model"))
@@ -234,7 +237,8 @@ def _buffer_dtypes(
     """
     found: dict[str, torch.dtype] = {}
     seen: set[int] = set()
-    for fqn, module, each in zip(tree.fqns, tree.modules, _innermost(tree, wrapped), strict=True):
+    for node, each in _innermost(tree, wrapped).items():
+        fqn, module = node.fqn, node.module
         precision = None if module in ignored.modules else _precision_of(each, given)
         for name, buffer in module.named_buffers(recurse=False):
             if id(buffer) not in seen and precision and precision.buffer_dtype and buffer.is_floating_point():
@@ -244,17 +248,17 @@ def _buffer_dtypes(
 
 
 def _select(
-    tree: ModelTree, wrapped: list[Wrapped], settings: Callable[[Wrapped | None], Overrides], ignored: frozenset[str]
+    tree: ModelTree, wrapped: list[Wrapped], settings: Callable[[Wrapped | None], Overrides], ignored: set[str]
 ) -> tuple[list[Selection], list[str]]:
     """Return the selections for FSDP1's choice and the root, and a note for each difference in FSDP2."""
     # FSDP1 wraps a ModuleList with a warning and never gathers it, since it is never called.
-    called = [each for each in wrapped if has_forward(tree.modules[each.entry])]
-    uncalled = listing((tree.fqns[each.entry] for each in wrapped if each not in called), 6)
+    called = [each for each in wrapped if has_forward(each.node.module)]
+    uncalled = listing((each.node.fqn for each in wrapped if each not in called), 6)
     notes = [f"{uncalled}: has no forward, so the unit around it gathers its parameters"] if uncalled else []
-    selections = [Selection((each.entry,), settings(each)) for each in called]
-    selections.append(Selection((0,), settings(None), reshard=False))
+    selections = [Selection((each.node,), settings(each)) for each in called]
+    selections.append(Selection((tree.root,), settings(None), reshard=False))
     selections, tie_notes = join_ties(tree, selections, ignored)
-    for names in (listing(tree.fqns[entry] for entry in each.entries) for each in selections if len(each.entries) > 1):
+    for names in (listing(node.fqn for node in each.modules) for each in selections if len(each.modules) > 1):
         notes.append(f"{names}: share a parameter, so are one unit; FSDP1 gathered it for the first of them only")
     selections, _, dtype_notes = split_dtypes(tree, selections, ignored)
     selections, empty_notes = _without_params(tree, selections, ignored)
@@ -262,15 +266,15 @@ def _select(
 
 
 def _without_params(
-    tree: ModelTree, selections: list[Selection], ignored: frozenset[str]
+    tree: ModelTree, selections: list[Selection], ignored: set[str]
 ) -> tuple[list[Selection], list[str]]:
     """Drop units without parameters, which have no effect in FSDP1, but keep those that cast their outputs."""
-    params, _ = assign(tree, [selection.entries for selection in selections], ignored)
+    params, _ = assign(tree, [selection.modules for selection in selections], ignored)
     empty = [
         selection
         for selection, owned in zip(selections, params, strict=True)
-        if not owned and selection.entries != (0,) and selection.overrides["mp_policy"].output_dtype is None
+        if not owned and selection.modules != (tree.root,) and selection.overrides["mp_policy"].output_dtype is None
     ]
-    names = listing((tree.fqns[entry] for each in empty for entry in each.entries), 4)
+    names = listing((node.fqn for each in empty for node in each.modules), 4)
     kept = [selection for selection in selections if selection not in empty]
     return kept, [f"{names}: wrapped by FSDP1 and without parameters of its own, so not a unit"] if empty else []

@@ -79,8 +79,7 @@ def check_precision(mixed_precision: Any) -> None:
 
 def check_unwrapped(tree: ModelTree) -> None:
     """Raise TranslationError if FSDP1 has wrapped the model or part of it."""
-    pairs = zip(tree.fqns, tree.modules, strict=True)
-    wrapped = [fqn or "(root)" for fqn, module in pairs if isinstance(module, fsdp.FullyShardedDataParallel)]
+    wrapped = [each.name for each in tree.nodes if isinstance(each.module, fsdp.FullyShardedDataParallel)]
     if wrapped:
         rule = "A translation needs the plain model, since FSDP1 flattens parameters"
         fix = "Remove FullyShardedDataParallel, wrap() and enable_wrap(), and pass the model itself"
@@ -147,7 +146,7 @@ class Decided:
 def notes_on(decided: Decided) -> tuple[Note, ...]:
     """Return the notes, in the order of FSDP1's arguments; pure."""
     changed = decided.given.changed() | {
-        "module": decided.tree.modules[0],
+        "module": decided.tree.root.module,
         "sharding_strategy": decided.strategy,
         "auto_wrap_policy": decided.given.auto_wrap_policy,
         "use_orig_params": decided.given.use_orig_params,
@@ -184,7 +183,7 @@ def _strategy(decided: Decided, value: fsdp.ShardingStrategy) -> tuple[Support, 
 def _policy(decided: Decided, value: Any) -> tuple[Support, str]:
     if value is None:
         return "noted", "the root is the only unit, so the whole model is gathered at once, which is rarely intended"
-    classes = dict.fromkeys(type(decided.tree.modules[each.entry]).__name__ for each in decided.wrapped)
+    classes = dict.fromkeys(type(each.node.module).__name__ for each in decided.wrapped)
     own = dict.fromkeys(name for each in decided.wrapped for name in each.arguments)
     units = f"{len(decided.wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
     units += f", some with their own {listing(own)}" if own else ""

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardkit._fsdp.fsdp1 import FSDP1Policy, full_precision_classes, run_fsdp1_policy
 from shardkit.errors import TranslationError, message
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, ModuleNode
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Wrapped:
     """A module that FSDP1 would wrap, other than the root.
 
     Attributes:
-        entry: its index in the ModelTree.
+        node: its place in the ModelTree.
         arguments: those that a CustomPolicy gave for it instead of the root's.
         full_precision: whether FSDP1 runs it in float32, as it does BatchNorm under mixed precision.
     """
 
-    entry: int
+    node: ModuleNode
     arguments: dict[str, Any] = field(default_factory=dict)
     full_precision: bool = False
 
@@ -56,19 +56,19 @@ def wrapped_by(
     try:
         policy = _as_policy(policy)
         if isinstance(policy, FSDP1Policy):
-            found = _ask_once(tree.modules[0], policy, ignored, arguments, classes)
+            found = _ask_once(tree.root.module, policy, ignored, arguments, classes)
         else:
             apart = None if mixed_precision is None else classes
-            found = {module: {} for module in _ask_each(tree.modules[0], policy, ignored, apart)}
+            found = {module: {} for module in _ask_each(tree.root.module, policy, ignored, apart)}
     except Exception as error:  # whatever a user's policy raises
         rule = "It is called as FSDP1 calls it: policy(module=, recurse=, nonwrapped_numel=)"
         fix = "Bind its other arguments with functools.partial"
         raise _error("auto_wrap_policy", f"{policy!r} raised {type(error).__name__}: {error}", fix, rule) from error
-    first = {id(module): entry for entry, module in reversed(list(enumerate(tree.modules)))}
-    entries = {first[id(module)]: (module, own) for module, own in found.items() if id(module) in first}
-    return [
-        Wrapped(entry, own, isinstance(module, classes)) for entry, (module, own) in sorted(entries.items()) if entry
-    ]
+    wrapped = []
+    for node in tree.nodes[1:]:
+        if node.module in found:
+            wrapped.append(Wrapped(node, found[node.module], isinstance(node.module, classes)))
+    return wrapped
 
 
 def _as_policy(policy: Any) -> Any:

@@ -18,8 +18,8 @@ from shardkit._fsdp.fsdp1 import reduce_unused_beside_used
 from shardkit._torch import real_tensors
 from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
-from shardkit.apply.shard import carry_out, facts_of_plan, given_plan
-from shardkit.apply.validate import check_fit
+from shardkit.apply.shard import carry_out, facts_of_plan
+from shardkit.apply.validate import check_plan
 from shardkit.errors import PlanError, TranslationError, listing, message
 from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.strategy import groups_to_agree
@@ -102,7 +102,7 @@ def shard_translated(
     from different values, as in FSDP1.
     """
     ensure_process_group()
-    with real_tensors():  # as in apply_decided
+    with real_tensors():  # as in apply_agreed
         with together(groups, PlanError) as poll:
             translation = decide()
             _check(model, translation)
@@ -154,8 +154,8 @@ def _check(model: nn.Module, translation: Translation) -> None:
         raise TranslationError(message("device_id", problem, "", "Remove device_id"))
     if not translation.process_groups:
         check_mesh(mesh, translation.plan.mesh)
-    plan, tree = given_plan(model, translation.plan, mesh, translation.apart)
-    check_fit(tree, plan)
+    mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    check_plan(model, translation.plan, mesh, translation.apart)
     if translation.param_init_fn is not None or is_recorded(model):
         return
     on_meta = _on_meta(model, translation)
