@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit._torch import SHARDS_INTEGERS
 from shardkit.apply.param_attrs import cannot_carry
 from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.plan import ParamSpec, ShardingPlan
@@ -60,7 +61,7 @@ def check_made_for(tree: ModelTree, plan: ShardingPlan) -> None:
 def check_fit(tree: ModelTree, plan: ShardingPlan) -> None:
     """Raise one PlanError that lists why ``plan``, made for the model, cannot be applied to it; local."""
     problems = [*_split(tree, plan), *_same_memory(tree, plan)]
-    refuse([*problems, *cannot_carry(tree, plan), *_pinned(plan)])
+    refuse([*problems, *cannot_carry(tree, plan), *_pinned(plan), *_integers(tree, plan)])
 
 
 _OTHER_MODEL = ("A plan is for one model", "Make the plan from this model with plan_model")
@@ -98,6 +99,14 @@ def _pinned(plan: ShardingPlan) -> Iterator[str]:
     if pinned and not torch.accelerator.is_available():
         problem = f"is CPUOffloadPolicy(pin_memory=True) for {listing(pinned, 6)}, and there is no accelerator"
         yield message("offload_policy", problem, "", "Use CPUOffloadPolicy(pin_memory=False)")
+
+
+def _integers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    owned = (fqn for unit in plan.units for fqn in unit.params if fqn in tree.params)
+    found = [fqn for fqn in owned if not (tree.params[fqn].is_floating_point() or tree.params[fqn].is_complex())]
+    if found and not SHARDS_INTEGERS:
+        problem = f"is of {tree.params[found[0]].dtype}, which torch {torch.__version__} cannot shard"
+        yield message(listing(found, 6), problem, "", "Upgrade to torch 2.13, or pass it in ignored_params")
 
 
 def _same_memory(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
