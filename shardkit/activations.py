@@ -60,10 +60,11 @@ def policy_of(name: str) -> Callable[..., CheckpointPolicy]:
     """
     if name != "selective":
         return pkgutil.resolve_name(name)  # type: ignore[no-any-return]
-    is_saved = itertools.cycle([True, False])
+    # Of the forward, and again of the recomputation, for which torch asks before 2.13.
+    is_saved = {again: itertools.cycle([True, False]) for again in (False, True)}
 
-    def policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saves = op.name() in _PRODUCTS and next(is_saved)
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saves = op.name() in _PRODUCTS and next(is_saved[context.is_recompute])
         if "attention" in op.name() or "attn" in op.name():  # torch's, and FlashAttention's own
             names = (each.name for each in schema(op).arguments)
             saves = not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")

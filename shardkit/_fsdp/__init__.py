@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._torch import missing_name, units_of
+from shardkit._torch import missing_name, torch_version, units_of
+
+if torch_version() < (2, 13):
+    import shardkit._fsdp.before_2_13  # noqa: F401
 
 # torch.compiler.disable imports the whole compiler where it decorates, which takes seconds and an optional
 # package (hypothesis); this one, made for torch's own modules, does so at the first call (torch 2.11 to 2.13).

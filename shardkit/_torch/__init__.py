@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.errors import ShardkitError, message
 
-MINIMUM_TORCH = (2, 13)
+MINIMUM_TORCH = (2, 11)
 NEWEST_TESTED = (2, 15)
 
 
@@ -80,9 +80,14 @@ def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Par
 
 
 def units_of(state: Any) -> list[Any]:
-    """Return the ``FSDPParamGroup`` objects of an FSDP module's state."""
-    return list(state._fsdp_param_groups)
+    """Return the ``FSDPParamGroup`` objects of an FSDP module's state: several since torch 2.12, before one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
+
+# apply: before torch 2.13 each shard is first made to require grad, which integers cannot.
+SHARDS_INTEGERS = torch_version() >= (2, 13)
 
 # apply: there is no public way to suspend FakeTensorMode (torch 2.13 to 2.15).
 real_tensors = torch._subclasses.fake_tensor.unset_fake_temporarily

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import local_tensor
+from shardkit._torch import local_tensor, torch_version
 
 # grads: one kernel for many tensors, as in torch.nn.utils.clip_grad_norm_; no public names (torch 2.13 to 2.15).
 foreach_norm = torch._foreach_norm
@@ -89,6 +89,13 @@ def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
     """Return whether ``optimizer_in_backward`` steps any of the parameters: its hook has an attribute for this."""
     hooks = (hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values())
     return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
+
+
+def wait_for_offload(param: DTensor) -> None:
+    """Wait in a gradient's hook until an offloaded one is there. Local; before torch 2.13 it may be on its way."""
+    device = param.device_mesh.device_type
+    if torch_version() < (2, 13) and local_tensor(param).is_cpu and device != "cpu":
+        torch.get_device_module(device).current_stream().synchronize()
 
 
 # grads: ``DTensor.device_mesh`` without the property, in a third of the time.

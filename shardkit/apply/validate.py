@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit._torch import SHARDS_INTEGERS
 from shardkit.apply.param_attrs import cannot_carry
 from shardkit.errors import PlanError, listing, refuse
 from shardkit.plan import ParamSpec, ShardingPlan
@@ -41,6 +42,7 @@ def check_plan(
             *_same_memory(tree, plan),
             *cannot_carry(tree, plan),
             *_pinned_without_accelerator(plan),
+            *_unshardable_integers(tree, plan),
         ]
     )
 
@@ -132,6 +134,22 @@ def _pinned_without_accelerator(plan: ShardingPlan) -> Iterator[str]:
         yield (
             f"offload_policy is CPUOffloadPolicy(pin_memory=True) for {listing(pinned, 6)}, and there "
             "is no accelerator. Use CPUOffloadPolicy(pin_memory=False)."
+        )
+
+
+def _unshardable_integers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    if SHARDS_INTEGERS:
+        return
+    found = []
+    for unit in plan.units:
+        for fqn in unit.params:
+            param = tree.params[fqn]
+            if not param.is_floating_point() and not param.is_complex():
+                found.append(fqn)
+    if found:
+        yield (
+            f"{listing(found, 6)} is of {tree.params[found[0]].dtype}, which torch {torch.__version__} "
+            "cannot shard. Upgrade to torch 2.13, or pass it in ignored_params."
         )
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch import named_sharded_parameters
-from shardkit._torch.steps import SCALES_ITSELF, steps_in_backward
+from shardkit._torch.steps import SCALES_ITSELF, steps_in_backward, wait_for_offload
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.check import check_optimizer
 from shardkit.optim.local import AnyOptimizer, hooked, step_on_local_shards, subclass
@@ -90,6 +90,7 @@ class _StepOne:
             problem = f"got a second gradient of a parameter of shape {tuple(param.shape)} before optimizer.step()"
             fix = "Call optimizer.step() after each backward; gradients cannot be accumulated"
             raise ShardkitError(message(_SUBJECT, problem, "", fix))
+        wait_for_offload(param)
         groups, state = optimizer.param_groups, optimizer.state
         optimizer.param_groups = [{**groups[self.group], "params": [param]}]
         optimizer.state = defaultdict(dict, {param: state[param]} if param in state else {})

@@ -40,13 +40,13 @@ def checkpoint_forward(module, **options):
 _SELECTIVE = """
 def selective():
     # Saves attention, unless it draws random numbers for dropout, and every other matrix product.
-    is_saved = itertools.cycle([True, False])
+    is_saved = {again: itertools.cycle([True, False]) for again in (False, True)}  # torch < 2.13 asks again
 
-    def policy(_, op, *args, **kwargs):
+    def policy(context, op, *args, **kwargs):
         given = {**dict(zip((each.name for each in op._schema.arguments), args)), **kwargs}
         is_product = op.name() in ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
         is_attention = ("attention" in op.name() or "attn" in op.name()) and not given.get("dropout_p")
-        saves = next(is_saved) if is_product else is_attention
+        saves = next(is_saved[context.is_recompute]) if is_product else is_attention
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -32,7 +32,7 @@ PLAIN = (
     "reshard_after_backward", "reduce_grads", "all_reduce_grads", "gradient_divide_factor", "post_backward",
     "finalize_backward", "sharded_param", "reset_sharded_param", "all_gather_outputs",
 )  # fmt: skip
-LATER = {"_partial_reduce_output_layout": (2, 15)}  # the first torch that has them
+LATER = {"_fsdp_param_groups": (2, 12), "_partial_reduce_output_layout": (2, 15)}  # the first torch that has them
 # Marks that one side sets for the other, Python's own, a package that is only named for import, and a group that
 # FSDP1's tensors carry.
 NOT_TORCHS = {

@@ -35,7 +35,7 @@ def offered() -> set[str]:
 def test_the_page_answers_for_all_that_fully_shard_offers() -> None:
     columns = re.findall(r"^\| ([^|]+) \| .+ \|$", PAGE.read_text(), re.MULTILINE)
     answered = {name for column in columns for name in re.findall(r"`(\w+)`", column)}
-    assert len(offered()) > 30
+    assert len(offered()) >= 30
     assert offered() <= answered, f"new in this torch, add a row: {sorted(offered() - answered)}"
 
 

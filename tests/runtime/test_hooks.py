@@ -26,7 +26,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from shardkit import apply_plan, MeshSpec, PlanError, ShardkitError, group, init_on_meta, materialize, plan_model, shard_model
+from shardkit import (
+    MeshSpec,
+    PlanError,
+    ShardkitError,
+    apply_plan,
+    group,
+    init_on_meta,
+    materialize,
+    plan_model,
+    shard_model,
+)
+from shardkit._torch import torch_version
 from shardkit.runtime.hooks import double_backward
 from shardkit.testing import comm_counts, distributed, fake_world
 
@@ -198,6 +209,7 @@ def test_a_root_around_the_model():
     assert_trains_alike(expected, around, usual_loss)
 
 
+@pytest.mark.filterwarnings("ignore:module forward hook with")  # of [norm, head], before torch 2.13
 def test_a_first_forward_on_meta() -> None:
     with fake_world(2):
         with init_on_meta():
@@ -254,6 +266,7 @@ class Tied(nn.Module):
         return self.head(self.embed(x))
 
 
+@pytest.mark.skipif(torch_version() < (2, 13), reason="torch waits for all modules of a unit")
 def test_a_module_of_a_unit_that_never_runs() -> None:
     torch.manual_seed(0)
     with fake_world(1):
