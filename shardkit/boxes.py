@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import collective_device
+from shardkit.ranks import accelerator, collective_device
 from shardkit.shards import Box, box_at, cut, device_of, local_part, local_value
 
 BUCKET = 1 << 26  # bytes of full tensors that travel together
@@ -75,8 +75,9 @@ class ModelGroup:
         if group is None and (group := _groups.get((world, ranks))) is None:
             group = _groups[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
         if dist.get_backend(group) not in BY_MESSAGES:
-            # All ranks of a group must make NCCL's first operation in it, and not all send messages (torch 2.13).
-            dist.all_reduce(torch.zeros(1, device=collective_device(group)), group=group)
+            # All ranks of a group must make NCCL's first operation in it, and not all send messages
+            # (torch 2.13). On the accelerator: a tensor on the CPU may go by another backend.
+            dist.all_reduce(torch.zeros(1, device=accelerator()), group=group)
         return group
 
 
@@ -99,20 +100,26 @@ def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
 
 def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple[int, Box]]:
     """Return the global ranks of the first replica, or of the one at a coordinate, each with its box. Pure."""
-    at = tuple(replica or [0] * tensor.device_mesh.ndim)
-    known, key = _holders.setdefault(tensor.device_mesh, {}), (tensor.placements, tensor.shape, at)
+    mesh = tensor.device_mesh
+    at = tuple(replica or [0] * mesh.ndim)
+    known, key = _holders.setdefault(mesh, {}), (tensor.placements, tensor.shape, at)
     if key not in known:
-        mesh, places = tensor.device_mesh.mesh, tensor.placements
-        axes = [range(mesh.size(n)) if hasattr(place, "dim") else [at[n]] for n, place in enumerate(places)]
-        known[key] = [(int(mesh[each]), box_at(tensor, each)) for each in itertools.product(*axes)]
+        axes = []
+        for axis, place in enumerate(tensor.placements):
+            axes.append(range(mesh.size(axis)) if hasattr(place, "dim") else [at[axis]])
+        ranks = mesh.mesh
+        known[key] = [(int(ranks[each]), box_at(tensor, each)) for each in itertools.product(*axes)]
     return known[key]
 
 
-def _in_replica_of(tensor: DTensor, root: int) -> bool:
+def _is_in_replica_of(tensor: DTensor, root: int) -> bool:
     """Whether this rank is in the same replica as the root, without a list of all that are. Pure."""
     own, at = tensor.device_mesh.get_coordinate(), coordinates(tensor.device_mesh)[root]
     assert own is not None, "a rank outside its parameters' mesh"
-    return all(hasattr(place, "dim") or a == b for place, a, b in zip(tensor.placements, own, at, strict=True))
+    for axis, place in enumerate(tensor.placements):
+        if not hasattr(place, "dim") and own[axis] != at[axis]:
+            return False
+    return True
 
 
 def in_boxes(tensor: DTensor) -> bool:
@@ -143,50 +150,64 @@ def wire_device(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.device
 
 
 class Batch:
-    """Messages between pairs of ranks, exchanged together: both name views of the same shapes in the same order."""
+    """Messages between pairs of ranks, exchanged together: both name views of the same shapes in the same order.
+
+    Small views share a message. Large ones are sent from their own memory, and received into it, where
+    dtype, device and layout allow.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         self._group, self._device = group, device  # None: the default group; the device of the views
-        self._parts: dict[tuple[bool, int], list[Part]] = defaultdict(list)
+        self._sent: dict[int, list[Part]] = defaultdict(list)  # by peer
+        self._received: dict[int, list[Part]] = defaultdict(list)
 
     def send(self, view: Tensor, dtype: torch.dtype, to: int) -> None:
         """Send a view to a rank, converted to ``dtype``, when the batch runs."""
-        self._parts[True, to].append((view, dtype))
+        self._sent[to].append((view, dtype))
 
     def receive(self, view: Tensor, dtype: torch.dtype, of: int) -> None:
         """Write into a view what a rank sends as ``dtype``, when the batch runs."""
-        self._parts[False, of].append((view, dtype))
+        self._received[of].append((view, dtype))
 
     @torch.no_grad()
     def run(self) -> None:
         """Exchange all messages. Collective over the ranks that are named."""
-        operations, received = [], []
-        packed: dict[object, Tensor] = {}  # what several peers are sent is packed once
-        for is_sent, peer in sorted(self._parts):
-            for parts in _messages(self._parts[is_sent, peer]):
-                key = (is_sent, *(id(view) for view, _ in parts), None if is_sent else peer)
+        operations: list[dist.P2POp] = []
+        arriving: list[tuple[Tensor, Tensor]] = []
+        for peer in sorted(self._received):
+            for parts in _messages(self._received[peer]):
+                data, pieces = self._buffer(parts)
+                operations.append(dist.P2POp(dist.irecv, data, peer, self._group))
+                arriving += pieces
+        packed: dict[tuple[int, ...], Tensor] = {}  # what several peers are sent is packed once
+        for peer in sorted(self._sent):
+            for parts in _messages(self._sent[peer]):
+                key = tuple(id(view) for view, _ in parts)
                 if key not in packed:
-                    packed[key], pairs = self._packed(parts)
-                    received += [] if is_sent else pairs
-                    for view, part in pairs if is_sent else ():
-                        part.copy_(view)
-                operations.append(dist.P2POp(dist.isend if is_sent else dist.irecv, packed[key], peer, self._group))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-        for view, part in received:
-            view.copy_(part)
-        self._parts.clear()  # views of full tensors, which may be freed before the batch is
+                    packed[key], pieces = self._buffer(parts)
+                    for view, piece in pieces:
+                        piece.copy_(view)
+                operations.append(dist.P2POp(dist.isend, packed[key], peer, self._group))
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        for view, piece in arriving:
+            view.copy_(piece)
+        self._sent.clear()  # views of full tensors, which may be freed before the batch is
+        self._received.clear()
 
-    def _packed(self, parts: list[Part]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the bytes of a message, and views with their parts of it; none where the bytes are the view's own."""
-        view, dtype = parts[0]
-        device = self._device or view.device
-        if len(parts) == 1 and (view.dtype, view.device) == (dtype, device) and view.is_contiguous():
-            return as_bytes(view), []
+    def _buffer(self, parts: list[Part]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the memory of a message, and each view with its piece of it; none where it is the view's own."""
+        first, dtype = parts[0]
+        device = self._device or first.device
+        if len(parts) == 1 and (first.dtype, first.device) == (dtype, device) and first.is_contiguous():
+            return as_bytes(first), []
         sizes = [view.numel() * dtype.itemsize for view, dtype in parts]
         data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        found = zip(parts, torch.split(data, sizes), strict=True)
-        return data, [(view, part.view(dtype).view(view.shape)) for (view, dtype), part in found]
+        pieces = []
+        for (view, dtype), piece in zip(parts, data.split(sizes), strict=True):
+            pieces.append((view, piece.view(dtype).view(view.shape)))
+        return data, pieces
 
 
 def _messages(parts: Iterable[Part]) -> Iterator[list[Part]]:
@@ -238,37 +259,58 @@ def gather(
     sent from. Raises for quantized shards, which torch cannot join.
     """
     group, listed = ranks.connect(), list(tensors)
-    shards = {name: local_value(tensor) for name, tensor in listed if isinstance(tensor, DTensor)}
-    if kinds := {name: type(shard).__name__ for name, shard in shards.items() if is_wrapper(shard)}:
-        problem = f"is quantized ({listing(set(kinds.values()))}), and cannot be gathered"
-        rule, fix = "Blocks and scales are each shard's own", "Save it with save_checkpoint, or dequantize it first"
-        raise ShardkitError(message(listing(kinds), problem, rule, fix))
+    _refuse_quantized(listed)
     collects = group is not None and everywhere and dist.get_backend(group) not in BY_MESSAGES
-    dtypes = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in listed}
+    dtypes = {}
+    for name, tensor in listed:
+        dtypes[name] = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     @torch.no_grad()  # torch's decorator of a generator would hold what it yields
     def full_tensor(name: str, like: Tensor, batch: Batch, wire: torch.device) -> Tensor | None:
-        sent = min(dtypes[name], like.dtype, key=_by_size)
+        """Return the full tensor, which is filled when the batch has run, on ranks that get it."""
         if not isinstance(like, DTensor):
             return like.detach().to(device or like.device, dtypes[name], copy=True)
+        sent = min(dtypes[name], like.dtype, key=_by_size)
         if not in_boxes(like):
             return like.full_tensor()
         if collects and wire == local_value(like).device and _is_chunked(like):
             return like.to(sent).full_tensor()  # type: ignore[attr-defined, no-any-return]
-        if not everywhere and ranks.root not in coordinates(like.device_mesh):  # the root's slice has the values
-            return None
-        return _gather_boxes(like, dtypes[name], sent, batch, wire, None if everywhere else ranks.root)
+        if everywhere:
+            return _gather_boxes(like, dtypes[name], sent, batch, wire, None)
+        if ranks.root in coordinates(like.device_mesh):  # else the root's slice has the values
+            return _gather_boxes(like, dtypes[name], sent, batch, wire, ranks.root)
+        return None
 
-    def moved(name: str, full: Tensor) -> tuple[str, Tensor]:
-        return name, full.to(device or full.device, dtypes[name])
-
-    for batch, wire, bucket in buckets(((each, each[1], dtypes[each[0]]) for each in listed), group, bucket_bytes):
-        found = [(name, full_tensor(name, like, batch, wire)) for name, like in bucket]
-        fulls = [(name, full) for name, full in found if full is not None and (everywhere or ranks.is_root)]
-        del found
+    items = ((each, each[1], dtypes[each[0]]) for each in listed)
+    for batch, wire, bucket in buckets(items, group, bucket_bytes):
+        fulls = []
+        for name, like in bucket:
+            full = full_tensor(name, like, batch, wire)
+            if full is not None and (everywhere or ranks.is_root):
+                fulls.append((name, full))
+            del full
         batch.run()
         while fulls:  # none is held here once it is yielded
-            yield moved(*fulls.pop(0))
+            yield _moved(*fulls.pop(0), dtypes, device)
+
+
+def _moved(
+    name: str, full: Tensor, dtypes: Mapping[str, torch.dtype], device: torch.device | None
+) -> tuple[str, Tensor]:
+    return name, full.to(device or full.device, dtypes[name])
+
+
+def _refuse_quantized(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    names, kinds = [], set()
+    for name, tensor in tensors:
+        if isinstance(tensor, DTensor) and is_wrapper(local_value(tensor)):
+            names.append(name)
+            kinds.add(type(local_value(tensor)).__name__)
+    if names:
+        raise ShardkitError(
+            f"{listing(names)} is quantized ({listing(sorted(kinds))}), and cannot be gathered: blocks and scales "
+            "are each shard's own. Save it with save_checkpoint, or dequantize it first."
+        )
 
 
 def _is_chunked(like: DTensor) -> bool:
@@ -283,7 +325,7 @@ def _gather_boxes(
     """Add the messages that gather a tensor to the root, or to all (None); return the full one where it goes."""
     rank, own = dist.get_rank(), local_value(like)
     if root not in (None, rank):
-        if _in_replica_of(like, root):
+        if _is_in_replica_of(like, root):
             batch.send(own, sent, root)
         return None
     boxes = dict(holders(like, coordinates(like.device_mesh)[rank]))
@@ -307,31 +349,46 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
     ``EACH_ALONE`` every rank has the full tensors, and nothing is sent.
     """
     group, moves = ranks.connect(), list(moves)
-    for like, full, _ in moves if group is None else ():
-        _write(like, full)
-    sent_moves = moves if group is not None else []
-    for batch, device, bucket in buckets(((move, move.target, move.dtype) for move in sent_moves), group):
-        replicated = []
-        for like, full, dtype in bucket:
-            sent = min(like.dtype, dtype, key=_by_size)
-            if isinstance(like, DTensor) and in_boxes(like) and like.device_mesh.size() == len(ranks.ranks):
-                _scatter_boxes(like, full, sent, batch, ranks.root)
-                replicated.append(like)
-                continue
-            full = torch.empty(like.shape, dtype=sent, device=device) if full is None else full
-            full = full.to(device, sent).contiguous()
-            if full.numel():
-                dist.broadcast(as_bytes(full), ranks.root, group=group)
+    if group is None:
+        for like, full, _ in moves:
             _write(like, full)
-        batch.run()
-        _broadcast_replicas(replicated, ranks.root, device)
+    else:
+        items = ((move, move.target, move.dtype) for move in moves)
+        for batch, device, bucket in buckets(items, group):
+            replicated = []
+            for like, full, dtype in bucket:
+                sent = min(like.dtype, dtype, key=_by_size)
+                is_on_all = isinstance(like, DTensor) and like.device_mesh.size() == len(ranks.ranks)
+                if is_on_all and in_boxes(like):
+                    _scatter_boxes(like, full, sent, batch, ranks.root)
+                    replicated.append(like)
+                else:
+                    _write(like, _broadcast(like, full, sent, device, ranks.root, group))
+            batch.run()
+            _broadcast_replicas(replicated, ranks.root, device)
     torch.autograd.graph.increment_version([move.target for move in moves])  # for autograd to see it
+
+
+def _broadcast(
+    like: Tensor,
+    full: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    root: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    if full is None:
+        full = torch.empty(like.shape, dtype=dtype, device=device)
+    full = full.to(device, dtype).contiguous()
+    if full.numel():
+        dist.broadcast(as_bytes(full), root, group=group)
+    return full
 
 
 def _scatter_boxes(like: DTensor, full: Tensor | None, sent: torch.dtype, batch: Batch, root: int) -> None:
     own = local_value(like)
     if full is None:
-        if _in_replica_of(like, root):
+        if _is_in_replica_of(like, root):
             batch.receive(own, sent, root)
         return
     for holder, box in holders(like, coordinates(like.device_mesh)[root]):

@@ -77,6 +77,21 @@ def groups_of(model: nn.Module) -> Groups:
     return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
 
 
+def own_rank() -> int:
+    """Return this process's global rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def one_group(group: dist.ProcessGroup | None = None) -> tuple[Groups, list[int]]:
+    """Return the group of a call, or the default group, and its global ranks; no group for one rank. Local."""
+    if not dist.is_initialized():
+        return [], [0]
+    if group is not None and dist.get_rank(group) < 0:
+        raise ShardkitError(f"group does not have rank {dist.get_rank()}. Pass each rank a group that it is in.")
+    ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
+    return [group] if len(ranks) > 1 else [], ranks
+
+
 def check_module(model: object) -> None:
     """Raise ShardkitError if ``model`` is not a module, but for example its ``state_dict()``."""
     if not isinstance(model, nn.Module):
@@ -108,14 +123,14 @@ def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
     return dict(sorted(dict(known).items()))
 
 
-def from_first(value: Any, groups: Groups) -> Any:
-    """Return the JSON-ready value of the first rank of all. Collective over ``groups``."""
+def from_first(value: Any, groups: Groups, source: int = 0) -> Any:
+    """Return the JSON-ready value of the first rank of all, or of another in one group. Collective over ``groups``."""
     for group in groups:
         data, device = json.dumps(value).encode(), collective_device(group)
         size = torch.tensor([len(data)], device=device)
-        dist.broadcast(size, group=group, group_src=0)
+        dist.broadcast(size, group=group, group_src=source)
         content = torch.frombuffer(bytearray(data.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(device)
-        dist.broadcast(content, group=group, group_src=0)
+        dist.broadcast(content, group=group, group_src=source)
         value = json.loads(bytes(content.tolist()))
     return value
 
@@ -133,6 +148,16 @@ def extremes(
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         values = tensor.tolist()
     return [-value for value in values[len(highs) :]], values[: len(highs)]
+
+
+def sum_over_ranks(numbers: Sequence[int], groups: Groups) -> list[int]:
+    """Return sums over all ranks of numbers of 64 bits, mod 2**64. Collective: one all-reduce per group."""
+    signed = [number - (number >> 63 << 64) for number in numbers]
+    for group in groups:
+        total = torch.tensor(signed, dtype=torch.int64, device=collective_device(group))
+        dist.all_reduce(total, group=group)
+        signed = total.tolist()
+    return [number % (1 << 64) for number in signed]
 
 
 def each_equal(values: Iterable[Any], groups: Groups) -> list[bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 import torch
@@ -49,6 +49,33 @@ def cut(full: Tensor, box: Box) -> Tensor:
     for dim, (start, length) in enumerate(box):
         full = full.narrow(dim, start, length)
     return full
+
+
+def inside(part: Tensor, box: Box, block: Box) -> Tensor:
+    """Return the view of a block in a part that lies at ``box``."""
+    return cut(part, tuple((first - start, count) for (start, _), (first, count) in zip(box, block, strict=True)))
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """Return the intersection of two boxes, or None if it is empty."""
+    box = []
+    for (start, count), (other_start, other_count) in zip(one, other, strict=True):
+        first = max(start, other_start)
+        length = min(start + count, other_start + other_count) - first
+        if length <= 0:
+            return None
+        box.append((first, length))
+    return tuple(box)
+
+
+def covers(boxes: Collection[Box], shape: Sequence[int]) -> bool:
+    """Whether different boxes lie in a tensor and have as many elements as it. Pure."""
+    total = 0
+    for box in boxes:
+        if any(start < 0 or start + count > size for (start, count), size in zip(box, shape, strict=True)):
+            return False
+        total += math.prod(count for _, count in box)
+    return total == math.prod(shape)
 
 
 def misplaced(like: DTensor) -> str:

@@ -1,6 +1,6 @@
 """Save and load model and optimizer state on disk: standard files that all ranks write and read in parallel."""
 
-from shardkit.checkpoint.asynchronous import SaveHandle as SaveHandle
+from shardkit.checkpoint.background import SaveHandle as SaveHandle
 from shardkit.checkpoint.convert import convert_checkpoint as convert_checkpoint
 from shardkit.checkpoint.directory import latest_checkpoint as latest_checkpoint
 from shardkit.checkpoint.load import load_checkpoint as load_checkpoint

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardkit.checkpoint import directory
-from shardkit.checkpoint.asynchronous import ranks_of
-from shardkit.checkpoint.chunks import flush_directory, flush_files
+from shardkit.checkpoint.byte_ranges import flush_directory
+from shardkit.checkpoint.dcp import ALONE
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
-from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint, layouts_of
-from shardkit.checkpoint.source import Source, Stored, encode, read_values
+from shardkit.checkpoint.save import make_snapshot, plan_checkpoint, write_checkpoint
+from shardkit.checkpoint.source import Source, pack, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
-from shardkit.errors import CheckpointError, message
+from shardkit.errors import CheckpointError
+from shardkit.ranks import own_rank
 from shardkit.state.model import is_extra
 
 KINDS = ("safetensors", "dcp", "full")
@@ -33,7 +38,7 @@ def convert_checkpoint(
     Args:
         src: anything that :func:`load_checkpoint` reads.
         dst: a directory, or for ``"full"`` a file.
-        to: ``"safetensors"`` and ``"dcp"`` as for :func:`save_checkpoint`; ``"full"``, a file of ``torch.save`` with
+        to: ``"safetensors"`` as :func:`save_checkpoint`; ``"dcp"``; ``"full"``, a file of ``torch.save`` with
             ``{"model": ..., "optimizer": ...}`` in full tensors by FQN, which FSDP1 loads as FULL_STATE_DICT. None:
             ``"full"`` for a ``dst`` that ends in .pt, .pth, .bin or .ckpt, else ``"safetensors"``.
         overwrite: replace an existing checkpoint or file.
@@ -44,25 +49,27 @@ def convert_checkpoint(
     place = Path(dst).absolute()
     kind = to or ("full" if place.suffix in SUFFIXES else "safetensors")
     if kind not in KINDS:
-        raise CheckpointError(message("to", f"must be one of {', '.join(KINDS)}, got {to!r}", "", ""))
-    if kind != "full":
-        overwrite = check_destination(place, kind, overwrite, None)
+        raise CheckpointError(f"to must be one of {', '.join(KINDS)}, got {to!r}.")
+    if kind == "safetensors":
+        directory.prepare(place, overwrite)
     elif place.is_dir() or (place.exists() and not overwrite):
-        rule = "A file is replaced only on request, and a directory never"
-        raise CheckpointError(message(str(place), "exists", rule, "Use another path, or pass overwrite=True"))
+        raise CheckpointError(f"{place} exists. Use another path, or for a file pass overwrite=True.")
     source = open_checkpoint(Path(src))
     if isinstance(source, NativeCheckpoint):
-        source.verify([])
+        source.verify([], 0, 1)
+    if kind == "safetensors":
+        _write_safetensors(source, place)
+        return
+    draft = directory.draft_of(place)
     if kind == "full":
-        temporary = place.with_name(f".{place.name}.tmp")
-        torch.save(_tree(source), temporary)
-        flush_files([temporary])
-        os.replace(temporary, place)
-        flush_directory(place.parent)
+        torch.save(_tree(source), draft)
     else:
-        content, ranks = _content(source), ranks_of([])
-        options: Any = {"ranks": ranks, "format": kind, "token": directory.draw_token(), "replaces": overwrite}
-        commit_checkpoint(place, content, layouts_of(content, kind, ranks), [], **options)
+        shutil.rmtree(draft, ignore_errors=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=ALONE)
+            save(_tree(source), storage_writer=FileSystemWriter(draft, sync_files=True), no_dist=True)
+    os.replace(draft, place)
+    flush_directory(place.parent)
 
 
 def _tree(source: Source) -> dict[str, Any]:
@@ -72,30 +79,44 @@ def _tree(source: Source) -> dict[str, Any]:
     for name, first in contents.ties.items():
         found["model"].setdefault(name, found["model"][first])
     if contents.optimizer is not None:
-        found["optimizer"] = read_values(source, {key: contents.optimizer[key] for key in ("state", "param_groups")})
-    beside = {"scheduler": contents.scheduler, "extra": contents.extra}
-    return found | {name: value for name, value in beside.items() if value is not None}
+        state = {key: contents.optimizer[key] for key in ("state", "param_groups")}
+        found["optimizer"] = read_values(source, state)
+    if contents.scheduler is not None:
+        found["scheduler"] = contents.scheduler
+    if (extra := _extra(source)) is not None:
+        found["extra"] = extra
+    return found
 
 
-def _content(source: Source) -> Content:
-    """Return the checkpoint as ``save_checkpoint`` collects one, with full tensors."""
+def _write_safetensors(source: Source, place: Path) -> None:
     contents, optimizer = source.contents, source.contents.optimizer
-    groups = [] if optimizer is None else optimizer["param_groups"]
-    if any(type(name) is int for group in groups for name in group["params"]):
-        rule = "Numbers count the parameters of a model"
-        fix = "Load it into the model with load_checkpoint, and save that"
-        raise CheckpointError(message("optimizer", "numbers its parameters", rule, fix))
-    model = {name: value for name, value in contents.model.items() if isinstance(value, Stored) and not is_extra(name)}
-    others = read_values(source, {name: value for name, value in contents.model.items() if name not in model})
-    rest = {"model": others, "scheduler": contents.scheduler, "extra": contents.extra}
-    plain, beside = encode(rest, "")
-    encoded, tensors = encode(read_values(source, optimizer), "")
-    states = {
-        kind: [of_ranks[rank].hex() for rank in range(len(of_ranks))] for kind, of_ranks in contents.random.items()
+    for group in [] if optimizer is None else optimizer["param_groups"]:
+        if any(type(name) is int for name in group["params"]):
+            raise CheckpointError(
+                "optimizer numbers its parameters. Numbers count the parameters of a model. Load it into the model "
+                "with load_checkpoint, and save that."
+            )
+    tensors, extra_state = {}, {}
+    for name, value in read_values(source, contents.model).items():
+        is_tensor = isinstance(value, torch.Tensor) and not is_extra(name)
+        (tensors if is_tensor else extra_state)[name] = value
+    snapshot = make_snapshot(tensors, read_values(source, optimizer))
+    shared = source.shared if isinstance(source, NativeCheckpoint) else {}
+    snapshot.plain |= {
+        "extra_state": extra_state,
+        "ties": contents.ties,
+        "trainable_only": contents.trainable_only,
+        "quantized": contents.quantized,
+        "scheduler": contents.scheduler,
+        "shared": {**shared, "extra": pack(_extra(source), "extra")},
     }
-    plain |= {"optimizer": encoded, "ties": contents.ties, "random": states}
-    about: Any = {"trainable_only": contents.trainable_only, "quantized": contents.quantized}
-    return Content(read_values(source, model), tensors, beside, plain, **about)
+    files, parts = plan_checkpoint(place, snapshot, dict.fromkeys(snapshot.tensors, own_rank()))
+    state = pack(snapshot.plain, str(place))
+    write_checkpoint(place, files, parts, state, groups=[], ranks=[own_rank()])
+
+
+def _extra(source: Source) -> Any:
+    return source.resume(0, 1, random=False) if isinstance(source, NativeCheckpoint) else None
 
 
 # ---- the command ------------------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit.checkpoint.chunks import Part, full_box, inside, part_of
-from shardkit.checkpoint.format import DTYPES, Located, Spec
-from shardkit.checkpoint.native import Safetensors
-from shardkit.checkpoint.source import Contents, Stored, read_values
+from shardkit.checkpoint.byte_ranges import Part, full_box, part_of
+from shardkit.checkpoint.format import DTYPES, Entry, Spec
+from shardkit.checkpoint.source import Contents, Safetensors, Stored, read_values
 from shardkit.errors import CheckpointError, listing, message
+from shardkit.shards import inside
 from shardkit.state.model import WRAPPERS, clean_name
 
 _FLOAT8 = {dtype for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize == 1}
@@ -128,9 +128,9 @@ def _grouped(
 # ---- loading ---------------------------------------------------------------------------------------------------
 
 
-def check_float8(found: Mapping[str, Located], tensors: Mapping[str, Tensor], where: str) -> None:
+def check_float8(found: Mapping[str, Entry], tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise for float8 weights with scales that the model does not have. Local."""
-    scaled = [name for name, at in found.items() if at.entry.dtype in _FLOAT8]
+    scaled = [name for name, at in found.items() if at.dtype in _FLOAT8]
     ends = ("_scale_inv", "_scale")
     if scaled := [n for n in scaled if any(n + end in found and n + end not in tensors for end in ends)]:
         rule = "load_pretrained does not apply the scales of quantized weights"
@@ -141,8 +141,8 @@ def check_float8(found: Mapping[str, Located], tensors: Mapping[str, Tensor], wh
 class HubFiles:
     """The files ``found`` of a transformers model as a source, by the names of the model's ``tensors``."""
 
-    def __init__(self, model: Any, tensors: Mapping[str, Tensor], found: Mapping[str, Located]) -> None:
-        core, self._files = _transformers("core_model_loading"), Safetensors({"model": found})
+    def __init__(self, model: Any, tensors: Mapping[str, Tensor], found: Mapping[str, Entry]) -> None:
+        core, self._files = _transformers("core_model_loading"), Safetensors(found)
         self._stored = self._files.contents.model
         mapping = _transformers("conversion_mapping").get_model_conversion_mapping(_Unsharded(model))
         renamings = [each for each in mapping if isinstance(each, core.WeightRenaming)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.boxes import BUCKET, gather, model_group
-from shardkit.checkpoint import directory
-from shardkit.checkpoint.asynchronous import own_rank, ranks_of, sums_on_each, world
-from shardkit.checkpoint.chunks import flush_files, full_box, refuse_subclasses
-from shardkit.checkpoint.format import File, Spec, lay_out, locate
+from shardkit.checkpoint.byte_ranges import Part, flush_directory, flush_file, full_box, write_parts
+from shardkit.checkpoint.directory import MANIFEST, draft_of
+from shardkit.checkpoint.format import MAX_FILE_BYTES, NAMES, Entry, NewFile, Spec, find_tensors, plan_files
 from shardkit.checkpoint.hub import (
     USED,
     Group,
@@ -32,20 +32,10 @@ from shardkit.checkpoint.hub import (
     plan_save,
     unwrapped,
 )
-from shardkit.checkpoint.native import Safetensors
-from shardkit.checkpoint.source import check_stored_ties
-from shardkit.checkpoint.write import (
-    MAX_SHARD_SIZE,
-    Written,
-    check_counts,
-    described,
-    held_parts,
-    laid_out,
-    write_parts,
-    written_dtype,
-)
+from shardkit.checkpoint.save import check_savable, described, parts_to_write
+from shardkit.checkpoint.source import Safetensors, check_stored_ties, refuse_subclasses
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
-from shardkit.ranks import Groups, groups_of, together
+from shardkit.ranks import Groups, groups_of, one_group, own_rank, sum_over_ranks, together
 from shardkit.state.load import IncompatibleKeys, KeyMap, LoadPlan, Request, Room, live_state, plan_load
 from shardkit.state.model import checked_state, first_names, model_state
 
@@ -114,21 +104,25 @@ def _plan_load(
 ) -> tuple[Safetensors | HubFiles, LoadPlan, Mapping[str, Tensor], Room]:
     """Plan what to read into the model's own tensors, which may change their dtype, and make room for it. Local."""
     if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(message("dtype", f"must be a floating-point dtype, got {dtype}", "", ""))
-    tensors, files = live_state(model).tensors, locate(request.where)
-    source: Safetensors | HubFiles = Safetensors({"model": files})
+        raise CheckpointError(f"dtype must be a floating-point dtype, got {dtype}.")
+    tensors, entries = live_state(model).tensors, find_tensors(Path(request.where))
+    source: Safetensors | HubFiles = Safetensors(entries)
     offered = dict(source.contents.model)
     if request.key_map is None:
-        check_float8(files, tensors, request.where)
-        is_ours = any((each / directory.NAME).is_file() for each in {at.file.parent for at in files.values()})
+        check_float8(entries, tensors, request.where)
+        directories = {entry.file.parent for entry in entries.values()}
+        is_ours = any((each / MANIFEST).is_file() for each in directories)
         if is_pretrained(model) and not is_ours:
-            source = HubFiles(unwrapped(model), tensors, files)
+            source = HubFiles(unwrapped(model), tensors, entries)
             offered = source.contents.model | source.others
-    dtypes = {name: dtype if dtype and each.is_floating_point() else each.dtype for name, each in tensors.items()}
+    dtypes = {}
+    for name, tensor in tensors.items():
+        dtypes[name] = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     plan = plan_load(tensors, offered, request, dtypes)
     refuse_subclasses({name: tensors[name] for name in plan.copies})
     check_stored_ties(source, plan, tensors, request)
-    return source, plan, tensors, Room(model, tensors, {name: dtypes[name] for name in plan.copies})
+    room = Room(model, tensors, {name: dtypes[name] for name in plan.copies})
+    return source, plan, tensors, room
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------
@@ -138,7 +132,7 @@ def save_pretrained(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -149,8 +143,8 @@ def save_pretrained(
     gets ``model.safetensors`` in the hub's names, with the conversions of ``from_pretrained`` undone, or several files
     with ``model.safetensors.index.json``; ``config.json`` and ``generation_config.json``; for a peft model
     ``adapter_model.safetensors`` and ``adapter_config.json``. Each rank writes its own bytes; those converted
-    together, such as the experts of a layer, are gathered and written by the ranks in turn. The directory is renamed
-    into its place when all ranks have succeeded; other files in it stay.
+    together, such as the experts of a layer, are gathered and written by the ranks in turn. The files are moved into
+    the directory when all ranks have succeeded; other files in it stay.
 
     Args:
         model: plain, or sharded by any ``fully_shard`` calls.
@@ -169,36 +163,60 @@ def save_pretrained(
         >>> save_pretrained(model, "out", dtype=torch.bfloat16)
         >>> AutoModelForCausalLM.from_pretrained("out")
     """
-    place, groups = Path(path).absolute(), world(group)
+    place = Path(path).absolute()
+    draft = draft_of(place)
+    groups, ranks = one_group(group)
+    is_first = own_rank() == ranks[0]
     with together(groups, CheckpointError, call="save_pretrained") as poll:
-        _check_place(place, overwrite)
+        if is_first:
+            _check_place(place, overwrite)
+            shutil.rmtree(draft, ignore_errors=True)
+        if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
+            raise CheckpointError(f"dtype must be a floating-point dtype of safetensors, got {dtype}.")
         export = plan_export(model)
-        laid_out(export.sources, export.name, max_shard_size, dtype)  # checks that files can hold them
-        files = lay_out(export.specs(dtype), export.name, max_shard_size)
-        poll.same = {"path": str(place), "overwrite": overwrite, "dtype": dtype, "files": [each.name for each in files]}
+        check_savable(export.sources)
+        files, entries = plan_files(draft, export.name, export.specs(dtype), max_shard_size)
+        poll.same = {"path": str(place), "overwrite": overwrite, "dtype": dtype, "files": len(files)}
         poll.same["model"] = {name: described(tensor) for name, tensor in export.sources.items()}
-        poll.own = directory.draw_token()  # the highest is of all
-    is_first = own_rank() == ranks_of(groups)[0]
-    with directory.temporary_directory(place, poll.any, is_first=is_first) as draft:
-        _write(draft, files, export, groups)
+    try:
+        _write(files, entries, export, groups, ranks)
         with together(groups, CheckpointError):
             if is_first:
-                directory.clear_stale(place, poll.any)
                 export.write_configs(draft, dtype)
-                flush_files(each for each in draft.rglob("*") if each.is_file())
-                directory.carry_over(place, draft, lambda name: _OURS.fullmatch(name) is not None)
-                directory.commit(place, poll.any, replace=True)
+                _move(draft, place)
+    finally:
+        if is_first:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _check_place(place: Path, overwrite: bool) -> None:
-    if (place / directory.NAME).exists():
-        rule = "A model is never written into a checkpoint, whose manifest lists all of its files"
-        problem = f"must not be a checkpoint, and {place} is one"
-        raise CheckpointError(message("path", problem, rule, "Use another path"))
-    there = sorted(each.name for each in place.iterdir() if _OURS.fullmatch(each.name)) if place.exists() else []
-    if there and not overwrite:
-        rule, fix = "A model is replaced only on request", "Use another path, or pass overwrite=True"
-        raise CheckpointError(message(str(place), f"has {listing(there)}", rule, fix))
+    if (place / MANIFEST).exists():
+        raise CheckpointError(
+            f"path must not be a checkpoint, and {place} is one. A model is never written into a checkpoint, whose "
+            "manifest lists all of its files. Use another path."
+        )
+    if place.exists() and not overwrite:
+        if there := sorted(each.name for each in place.iterdir() if _OURS.fullmatch(each.name)):
+            raise CheckpointError(
+                f"{place} has {listing(there)}. A model is replaced only on request. Use another path, or pass "
+                "overwrite=True."
+            )
+
+
+def _move(draft: Path, place: Path) -> None:
+    """Move the files of a model into a directory. In between it has no config.json, so that nothing loads half of it."""
+    place.mkdir(parents=True, exist_ok=True)
+    old = [each for each in place.iterdir() if _OURS.fullmatch(each.name)]
+    for each in sorted(old, key=lambda file: not file.name.endswith("config.json")):
+        if each.name.endswith(".json") or not (draft / each.name).exists():
+            each.unlink()
+    for each in sorted(draft.rglob("*"), key=lambda file: file.name.endswith("config.json")):
+        if each.is_file():
+            flush_file(each)
+            target = place / each.relative_to(draft)
+            target.parent.mkdir(exist_ok=True)
+            os.replace(each, target)
+    flush_directory(place)
 
 
 class Export(NamedTuple):
@@ -214,7 +232,11 @@ class Export(NamedTuple):
         """Return what the files hold, by the hub's names."""
         tensors = {new: self.sources[name] for name, new in self.renamed.items()}
         tensors |= {new: group.targets[name] for group, names in self.groups for name, new in names.items()}
-        return {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in tensors.items()}
+        specs = {}
+        for name, tensor in tensors.items():
+            is_cast = dtype is not None and tensor.is_floating_point()
+            specs[name] = Spec(dtype if is_cast else tensor.dtype, tensor.shape)
+        return specs
 
     def write_configs(self, place: Path, dtype: torch.dtype | None) -> None:
         """Write the JSON files that tell how to build the model. Local."""
@@ -272,33 +294,42 @@ def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> Export:
     return Export("adapter_model", model, {name: tensors[name] for name in renamed}, renamed, [])
 
 
-def _write(place: Path, files: list[File], export: Export, groups: Groups) -> None:
+def _write(
+    files: list[NewFile], entries: Mapping[str, Entry], export: Export, groups: Groups, ranks: list[int]
+) -> None:
     """Fill all files: each rank with its own parts of tensors, and in turn with what conversions make. Collective."""
-    ranks, names = ranks_of(groups), list(export.specs(None))
-    own = held_parts(export.sources, ranks).get("", {})
-    written: Written = {}
+    counts = {file.path: 0 for file in files}
     problem: Exception | None = None  # raised at the end: the other ranks gather on
+
+    def write(parts: Iterable[tuple[Entry, Part]], create: bool = False) -> None:
+        for path, (count, _) in write_parts(files, parts, create=create, turn=own_rank(), flush=False).items():
+            counts[path] += count
+
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        parts = [(export.renamed[name], part) for name, part in own.items() if name in export.renamed]
-        written |= write_parts(place, files, parts, create=own_rank() == ranks[0])
+        files[0].path.parent.mkdir(parents=True, exist_ok=True)
+        renamed = {new: export.sources[name] for name, new in export.renamed.items()}
+        owners = dict.fromkeys(renamed, ranks[0])
+        write(parts_to_write(renamed, entries, owners), create=own_rank() == ranks[0])
     except Exception as error:
         problem = error
     for turn, (group, new) in enumerate(export.groups):
         full = _gathered({name: export.sources[name] for name, _ in group.sources}, turn, ranks)
         try:
-            values = group.convert(next(iter(new)), full.__getitem__).items() if full is not None else ()
-            written |= write_parts(place, files, [(new[n], (value, full_box(value.shape))) for n, value in values])
+            if full is not None and problem is None:
+                values = group.convert(next(iter(new)), full.__getitem__)
+                write([(entries[new[name]], (each, full_box(each.shape))) for name, each in values.items()])
         except Exception as error:
-            problem = problem or error
-
-    def finish() -> list[int]:
+            problem = error
+    with together(groups, CheckpointError):
         if problem is not None:
             raise problem
-        flush_files(place / file.name for file in files if not file.tensors.keys().isdisjoint(written))
-        return [written.get(name, (0, 0))[0] for name in names]
-
-    check_counts(files, dict(zip(names, sums_on_each(finish, len(names), groups), strict=True)))
+        for path, count in counts.items():
+            if count:
+                flush_file(path)
+    totals = sum_over_ranks(list(counts.values()), groups)
+    for file, total in zip(files, totals, strict=True):
+        if total != file.size:
+            raise CheckpointError(f"{file.path.name}: {total:,} of {file.size:,} bytes were written. Report this.")
 
 
 def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dict[str, Tensor] | None:

@@ -1,69 +1,78 @@
-"""save_checkpoint: write the full training state into one directory, from all ranks in parallel."""
+"""save_checkpoint: write the full training state into one directory, from all ranks in parallel.
+
+1. Each rank collects its state: live tensors, and plain data.
+2. The ranks compare what they have. Pipeline stages, which hold different tensors, exchange their names.
+3. Each rank plans the same files, and writes its own bytes into them.
+4. The first rank writes the manifest, and renames the directory.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import with_local
 from shardkit.checkpoint import directory
-from shardkit.checkpoint.asynchronous import (
+from shardkit.checkpoint.background import (
     SaveHandle,
     background_groups,
-    host_copies,
-    own_rank,
+    copied_to_host,
     pending,
-    ranks_of,
-    start_pending,
-    sums_on_each,
-    world,
+    start_in_background,
 )
-from shardkit.checkpoint.chunks import flush_files, refuse_subclasses
-from shardkit.checkpoint.directory import FORMATS, FileEntry, Manifest, entries_of
-from shardkit.checkpoint.format import Spec, lay_out
-from shardkit.checkpoint.native import RANDOM_BYTES, own_random_states, random_row, write_dcp
-from shardkit.checkpoint.source import decode, encode
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, Layout, check_written, described, laid_out, write_own
-from shardkit.errors import CheckpointError, message
-from shardkit.ranks import Groups, each_equal, together
-from shardkit.shards import local_value
+from shardkit.checkpoint.byte_ranges import Part, bytes_sum, part_of, write_bytes, write_parts
+from shardkit.checkpoint.format import NAMES, Entry, NewFile, Spec, plan_files
+from shardkit.checkpoint.random_state import random_states
+from shardkit.checkpoint.source import pack, refuse_subclasses, unpack
+from shardkit.errors import CheckpointError, ShardkitError, listing
+from shardkit.ranks import (
+    Groups,
+    both_ways,
+    each_equal,
+    from_first,
+    gather_by_rank,
+    highest,
+    one_group,
+    own_rank,
+    sum_over_ranks,
+    together,
+)
+from shardkit.shards import device_of, is_first_replica, local_value, misplaced
 from shardkit.state.model import check_scales, first_names, model_state, trainable_state
-from shardkit.state.optimizer import CLASS, is_quantized, optimizers_of, sharded_optimizer_state_dict, values_of
+from shardkit.state.optimizer import (
+    CLASS,
+    is_quantized,
+    optimizers_of,
+    sharded_optimizer_state_dict,
+    tensor_leaves,
+    values_of,
+    with_leaves,
+)
+from shardkit.state.optimizer_load import options_by_name
+
+STATE = "state.pt"
+RANKS = "ranks"  # the stem of the file, and the name of the tensor in it
 
 
-@dataclass(frozen=True)
-class Content:
+@dataclass
+class Snapshot:
     """What one save writes."""
 
-    model: dict[str, Tensor]  # by FQN, live or copied; tied ones are one object
-    optimizer: dict[str, Tensor]  # by path in the state
-    rest: dict[str, Tensor]  # of the scheduler and of extra; the first rank writes them
-    plain: dict[str, Any]  # everything else, encoded
-    random: dict[str, bytes] = field(default_factory=dict)  # this rank's generators
-    quantized: bool = False  # whether optimizer state is quantized on this rank
-    trainable_only: bool = False  # whether frozen parameters are left out
-
-    def compared(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, by argument."""
-        plain = self.plain["optimizer"] or {"param_groups": []}
-        optimizer = {name: described(tensor) for name, tensor in self.optimizer.items()}
-        model = {name: described(tensor) for name, tensor in self.model.items()}
-        return {
-            "model": model | {f"{name} (tied)": first for name, first in self.plain["ties"].items()},
-            "optimizer": optimizer | plain | {"param_groups": dict(enumerate(plain["param_groups"]))},
-            "scheduler": self.plain["scheduler"],
-        }
+    tensors: dict[str, Tensor]  # live, by "model/<FQN>" and "optimizer/<path in its state>"
+    plain: dict[str, Any]  # the rest, with a tensor on meta in the place of each
+    own: dict[str, bytes] = field(default_factory=dict)  # what may differ between ranks, packed
+    row: Part | None = None  # this rank's part of the bytes of all ranks, where they differ
 
 
 def save_checkpoint(
@@ -73,7 +82,6 @@ def save_checkpoint(
     scheduler: Any = None,
     *,
     extra: Any = None,
-    format: str = "safetensors",
     async_: bool = False,
     overwrite: bool = False,
     keep: int | None = None,
@@ -82,200 +90,354 @@ def save_checkpoint(
 ) -> SaveHandle:
     """Save a model, its optimizer and the rest of the training state into the directory ``path``, atomically.
 
-    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same model, and sees the
-    same file system. Each rank writes its own bytes; nothing is gathered, and nothing is pickled. An earlier checkpoint
-    at ``path`` stays until the new one is complete and on the disk, whenever processes are killed. The random
+    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the model, and sees
+    the same file system. Each rank writes its own bytes; nothing is gathered. An earlier checkpoint at
+    ``path`` stays until the new one is complete and on the disk, whenever processes are killed. The random
     generators of every rank are saved too. ``docs/saving-and-loading.md`` has the files.
+
+    Pipeline stages save into one directory: the names of their tensors must be those of the whole model, or
+    differ between stages, as with ``nn.ModuleDict({f"stage{n}": module})``.
 
     Args:
         path: the directory of this one checkpoint, such as ``runs/step-100``.
         model: plain, or sharded by any ``fully_shard`` calls.
         optimizer: one, or several of different parameters; quantized state is saved as its values.
         scheduler: anything with a ``state_dict()`` of plain data, such as torch's schedulers.
-        extra: plain data and plain tensors of rank 0, such as ``{"step": 100}``, which ``load_checkpoint`` returns.
-        format: ``"safetensors"``, or ``"dcp"`` for ``torch.distributed.checkpoint.load``.
+        extra: plain data and plain tensors, such as ``{"step": 100}``, which ``load_checkpoint`` returns; each
+            rank's own, such as the state of its data loader.
         async_: return when the state is copied to CPU memory, kept for the next save, and write it in a thread.
-        overwrite: replace a checkpoint at ``path``. Files of yours in it are carried over.
-        keep: then delete, in a thread, all but the newest ``keep`` checkpoints beside it whose names differ only in
+        overwrite: replace a checkpoint at ``path``.
+        keep: then delete all but the newest ``keep`` checkpoints beside it whose names differ only in
             numbers; never one with files of yours.
-        trainable_only: leave out frozen parameters, and buffers and extra state of modules without trainable ones.
-        group: the ranks that hold the model; None: all. Pipeline stages pass one group and one ``path`` each.
+        trainable_only: leave out frozen parameters, and buffers and extra state of modules without trainable
+            ones.
+        group: the ranks that hold the model; None: all.
 
     Returns:
         a handle; :meth:`SaveHandle.wait` returns when the checkpoint is complete, at once without ``async_``.
 
     Raises:
-        CheckpointError: on every rank, with any earlier checkpoint unchanged: something cannot be saved, ranks pass
-            different arguments or models, or writing failed on some rank, now or in the previous background save.
+        CheckpointError: on every rank, with any earlier checkpoint unchanged: something cannot be saved, ranks
+            pass different arguments, or writing failed on some rank, now or in the previous background save.
     """
     pending().error()
-    place, groups, ranks = Path(path).absolute(), world(group), ranks_of(world(group))
+    place = Path(path).absolute()
+    groups, ranks = one_group(group)
     with together(groups, CheckpointError, call="save_checkpoint") as poll:
         pending().wait()  # here, since a rank whose program has waited does not raise
-        replaces = check_destination(place, format, overwrite, keep)
-        content = _collected(model, optimizer, scheduler, extra, trainable_only)
-        layouts = layouts_of(content, format, ranks)  # all of it is checked now
-        same = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
-        poll.same = same | {"trainable_only": trainable_only} | content.compared()
-        poll.fix = "Pass the same; ranks that hold different models, such as pipeline stages, save with group="
-        poll.own = directory.draw_token()  # the highest is of all
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise CheckpointError(
+                f"keep must be the number of checkpoints to keep, including this one, got {keep!r}. Pass keep=3, "
+                "for example, or None for all."
+            )
+        if own_rank() == ranks[0]:
+            directory.prepare(place, overwrite)
+        snapshot = _collect(model, optimizer, scheduler, trainable_only)
+        snapshot.own = {"extra": pack(extra, "extra")}
+        for kind, state in random_states().items():
+            snapshot.own[kind] = pack(state, kind)
+        poll.same = {"path": str(place), "async_": async_, "overwrite": overwrite, "keep": keep}
+        poll.same |= {"trainable_only": trainable_only, "optimizer": optimizer is not None}
+        poll.same |= {"scheduler": snapshot.plain["scheduler"]}
+        poll.own = snapshot.plain["quantized"]
+    snapshot.plain["quantized"] = bool(poll.any)  # torchao keeps shards plain that have no whole blocks
+    owners = _agree(snapshot, groups, ranks)
+    with together(groups, CheckpointError):
+        files, parts = plan_checkpoint(place, snapshot, owners)
+        state = pack(snapshot.plain, "the state") if own_rank() == ranks[0] else b""
         if async_:
-            content, layouts = _staged(content, layouts, model)
-    groups = background_groups(groups) if async_ else groups
-    options: Any = {"ranks": ranks, "format": format, "token": poll.any, "replaces": replaces, "keep": keep}
-    write = partial(commit_checkpoint, place, content, layouts, groups, **options)
+            copies = copied_to_host((values for _, (values, _) in parts), model)
+            parts = [(entry, (copy, box)) for (entry, (_, box)), copy in zip(parts, copies, strict=True)]
     if async_:
-        return start_pending(write)
+        groups = background_groups(groups)
+    write = partial(write_checkpoint, place, files, parts, state, groups=groups, ranks=ranks, keep=keep)
+    if async_:
+        return start_in_background(write)
     write()
     return SaveHandle()
 
 
-# ---- what is saved ----------------------------------------------------------------------------------------------
+# ---- 1. collect -------------------------------------------------------------------------------------------------
 
 
-def check_destination(path: Path, format: str, overwrite: bool, keep: int | None) -> bool:
-    """Raise unless a checkpoint may be written to ``path``; return whether it may replace what is there. Local."""
-    if format not in FORMATS:
-        raise CheckpointError(message("format", f"must be one of {FORMATS}, got {format!r}", "", "Use 'safetensors'"))
-    if keep is not None and (type(keep) is not int or keep < 1):
-        problem = f"must be the number of checkpoints to keep, including this one, got {keep!r}"
-        raise CheckpointError(message("keep", problem, "", "Pass keep=3, for example, or None for all"))
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return overwrite
-    if not (path / directory.NAME).is_file():
-        rule = "Only a checkpoint of shardkit is ever replaced"
-        raise CheckpointError(message("path", f"{path} is not a checkpoint", rule, "Use another path"))
-    if not overwrite:
-        raise CheckpointError(message("path", f"{path} exists", "", "Use another path, or pass overwrite=True"))
-    return True
-
-
-def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, trainable_only: bool) -> Content:
+def _collect(model: nn.Module, optimizer: Any, scheduler: Any, trainable_only: bool) -> Snapshot:
     """Collect the current state, as live tensors. Local."""
-    state = model_state(model)
+    whole = model_state(model)
+    state = trainable_state(whole) if trainable_only else whole
+    check_scales(model, state)
+    first = first_names(state.tensors)
     named = None
     if optimizer is not None:
         optimizers = optimizers_of(optimizer)
         named = sharded_optimizer_state_dict(model, optimizers)
         classes = [type(each).__name__ for each in optimizers for _ in each.param_groups]
-        named["param_groups"] = [g | {CLASS: name} for g, name in zip(named["param_groups"], classes, strict=True)]
-    if trainable_only:
-        frozen = {name for name, tensor in state.tensors.items() if not tensor.requires_grad}
-        state = trainable_state(state)
-        if named is not None:
-            named["state"] = {name: entry for name, entry in named["state"].items() if name not in frozen}
-    check_scales(model, state)
-    others, rest = encode(state.others, "model")
-    encoded, tensors = encode(named, "", sharded=True)
-    given = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": extra}
-    beside, beside_tensors = encode(given, "")
-    quantized = {name: values_of(each, each.dtype, "cpu") for name, each in tensors.items() if is_quantized(each)}
-    # Detached one by one, so that each is written under its own name; in the model, one object is a tie.
-    moments = {name: each.detach() for name, each in (tensors | quantized).items()}
-    refuse_subclasses(state.tensors | moments)
-    ties = {name: first for name, first in first_names(state.tensors).items() if name != first}
-    return Content(
-        model=dict(state.tensors),
-        optimizer=moments,
-        rest={name: tensor.detach() for name, tensor in (rest | beside_tensors).items()},
-        plain={"model": others, "optimizer": encoded, **beside, "ties": ties},
-        quantized=bool(quantized),
-        random=own_random_states(),
-        trainable_only=trainable_only,
-    )
+        for group, name in zip(named["param_groups"], classes, strict=True):
+            group[CLASS] = name
+        if trainable_only:
+            for name, tensor in whole.tensors.items():
+                if not tensor.requires_grad:
+                    named["state"].pop(name, None)
+    snapshot = make_snapshot({name: state.tensors[name] for name in first.values()}, named)
+    snapshot.plain |= {
+        "extra_state": state.others,
+        "ties": {name: other for name, other in first.items() if name != other},
+        "trainable_only": trainable_only,
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+    }
+    pack(snapshot.plain, "the scheduler, or extra state of the model,")
+    check_savable({key.partition("/")[2]: tensor for key, tensor in snapshot.tensors.items()})
+    return snapshot
 
 
-def layouts_of(content: Content, format: str, ranks: Sequence[int]) -> dict[str, Layout]:
-    """Return what is written as safetensors, by the names of files; for DCP also what is only summed. Local, pure."""
-    sections = {"model": content.model, "optimizer": content.optimizer, "state": content.rest}
-    layouts = dict[str, Layout]()
-    if format == "dcp":
-        tensors = [*sections.pop("model").items(), *sections.pop("optimizer").items()]
-        on_slices = [(n, t) for n, t in tensors if isinstance(t, DTensor) and t.device_mesh.size() < len(ranks)]
-        layouts[""] = Layout(dict(on_slices), [])
-    return layouts | {key: laid_out(part, key) for key, part in sections.items() if part or key == "model"}
+def make_snapshot(model: Mapping[str, Tensor], optimizer: dict[str, Any] | None) -> Snapshot:
+    """Return the tensors by their keys, and their stand-ins. Local."""
+    tensors = {f"model/{name}": tensor for name, tensor in model.items()}
+    is_any_quantized = False
+    for path, tensor in tensor_leaves(optimizer).items():
+        if is_quantized(tensor):
+            is_any_quantized = True
+            tensor = values_of(tensor, tensor.dtype, "cpu")
+        tensors[optimizer_key(path)] = tensor.detach()
+    plain = {
+        "model": {name: _stand_in(tensor) for name, tensor in model.items()},
+        "optimizer": with_leaves(optimizer, lambda _, tensor: _stand_in(tensor)),
+        "quantized": is_any_quantized,
+    }
+    return Snapshot(tensors, plain)
 
 
-def _staged(content: Content, layouts: dict[str, Layout], model: nn.Module) -> tuple[Content, dict[str, Layout]]:
-    """Return both with copies in CPU memory. Local."""
-    made = host_copies(chain(content.model.values(), content.optimizer.values(), content.rest.values()), model)
-
-    def copied(part: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: made[id(tensor)] for name, tensor in part.items()}
-
-    sections: Any = {key: copied(vars(content)[key]) for key in ("model", "optimizer", "rest")}
-    placed = {key: each._replace(tensors=copied(each.tensors)) for key, each in layouts.items()}
-    return replace(content, **sections), placed
+def optimizer_key(place: str) -> str:
+    """Return the key of a tensor at a place of :func:`tensor_leaves` in an optimizer's state."""
+    return f"optimizer/{place[1:].replace('/', '.')}"
 
 
-# ---- how it is written ------------------------------------------------------------------------------------------
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def commit_checkpoint(
+def check_savable(tensors: Mapping[str, Tensor]) -> None:
+    """Raise for tensors that a safetensors file cannot hold. Local."""
+    refuse_subclasses(tensors)
+    problems = []
+    for key, tensor in tensors.items():
+        local = local_value(tensor)
+        if local.is_meta:
+            problem = "on the meta device; call shardkit.materialize(model), or load_pretrained, before"
+        elif local.layout != torch.strided or local.is_quantized:
+            problem = str(local.layout)
+        elif tensor.dtype not in NAMES:
+            problem = str(tensor.dtype)
+        elif isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
+            problem = "Partial: its value is a sum over ranks"
+        else:
+            problem = misplaced(tensor) if isinstance(tensor, DTensor) else ""
+        if problem:
+            problems.append(f"{key} ({problem})")
+    if problems:
+        raise CheckpointError(f"tensors cannot be saved: {listing(problems)}.")
+
+
+# ---- 2. agree ---------------------------------------------------------------------------------------------------
+
+
+def _agree(snapshot: Snapshot, groups: Groups, ranks: Sequence[int]) -> dict[str, int]:
+    """Add what other ranks have to the plain data; return the first rank that has each tensor. Collective."""
+    table = {key: described(tensor) for key, tensor in snapshot.tensors.items()}
+    options = repr((snapshot.plain["optimizer"] or {}).get("param_groups"))
+    same_tensors, *same_own = each_equal([[table, options], *snapshot.own.values()], groups)
+
+    shared = {name: data for (name, data), is_same in zip(snapshot.own.items(), same_own, strict=True) if is_same}
+    snapshot.plain["shared"] = shared
+    if len(shared) < len(snapshot.own):
+        rest = {name: data for name, data in snapshot.own.items() if name not in shared}
+        data = bytearray(pack(rest, "extra"))
+        sizes = list(gather_by_rank(len(data), groups).values())
+        start = sum(sizes[: ranks.index(own_rank())])
+        snapshot.row = torch.frombuffer(data, dtype=torch.uint8), ((start, len(data)),)
+        snapshot.plain["sizes"] = sizes
+
+    owners = dict.fromkeys(table, ranks[0])
+    if not same_tensors:
+        owners = _merge_stages(snapshot, both_ways([table, options])[0], groups)
+    on_slices = []
+    for key in owners:
+        tensor = snapshot.tensors.get(key)
+        is_on_all = isinstance(tensor, DTensor) and tensor.device_mesh.size() == len(ranks)
+        if not same_tensors or (isinstance(tensor, DTensor) and not is_on_all):
+            on_slices.append(key)
+    if on_slices:
+        _check_replicas(snapshot.tensors, on_slices, groups)
+    return owners
+
+
+def described(tensor: Tensor) -> str:
+    """Return a tensor's shape, dtype and placements, which are equal on all ranks of a stage."""
+    return f"{tuple(tensor.shape)} {tensor.dtype} {getattr(tensor, 'placements', 'plain')}"
+
+
+def _merge_stages(snapshot: Snapshot, digest: int, groups: Groups) -> dict[str, int]:
+    """Merge the plain data of all stages, each sent by its first rank; return the first rank of each tensor."""
+    first_ranks: dict[int, int] = {}
+    for rank, found in gather_by_rank(digest, groups).items():
+        first_ranks.setdefault(found, rank)
+    own, owners = pack(snapshot.plain, "the state").hex(), dict[str, int]()
+    merged: dict[str, Any] = {}
+    for rank in sorted(first_ranks.values()):
+        source = dist.get_group_rank(groups[0] or dist.group.WORLD, rank)
+        stage = unpack(bytes.fromhex(from_first(own, groups, source)))
+        if not merged:
+            merged = stage | {"model": {}, "extra_state": {}}
+            if stage["optimizer"] is not None:
+                merged["optimizer"] = {"state": {}, "param_groups": []}
+        for name, spec in stage["model"].items():
+            known = merged["model"].setdefault(name, spec)
+            if (known.shape, known.dtype) != (spec.shape, spec.dtype):
+                raise CheckpointError(
+                    f"{name} has shape {tuple(spec.shape)} and {spec.dtype} on rank {rank}, and {tuple(known.shape)} "
+                    f"and {known.dtype} on another. Ranks that hold different tensors must give them different names, "
+                    'as with nn.ModuleDict({f"stage{n}": module}).'
+                )
+            owners.setdefault(f"model/{name}", rank)
+        merged["ties"] |= stage["ties"]
+        merged["extra_state"] |= stage["extra_state"]
+        if stage["optimizer"] is not None:
+            _merge_optimizer(merged["optimizer"], stage["optimizer"], rank)
+            for place in tensor_leaves(stage["optimizer"]):
+                owners.setdefault(optimizer_key(place), rank)
+    snapshot.plain |= {key: merged[key] for key in ("model", "ties", "extra_state", "optimizer")}
+    return owners
+
+
+def _merge_optimizer(merged: dict[str, Any], stage: dict[str, Any], rank: int) -> None:
+    known = options_by_name(merged)
+    merged["state"] |= stage["state"]
+    for group in stage["param_groups"]:
+        for name in group["params"]:
+            others = {key: value for key, value in known.get(name, group).items() if key != "params"}
+            if repr(others) != repr({key: value for key, value in group.items() if key != "params"}):
+                raise CheckpointError(f"{name} has other options in the optimizer of rank {rank} than before it.")
+        merged["param_groups"].append(group)
+
+
+def _check_replicas(tensors: Mapping[str, Tensor], keys: Sequence[str], groups: Groups) -> None:
+    """Raise if meshes that each have one of these tensors in full have different values of it. Collective."""
+    sums = torch.zeros(len(keys), dtype=torch.int64)
+    by_mesh: dict[DeviceMesh, list[int]] = {}
+    for number, key in enumerate(keys):
+        tensor = tensors.get(key)
+        if isinstance(tensor, DTensor):
+            by_mesh.setdefault(tensor.device_mesh, []).append(number)
+            local = local_value(tensor)
+            if is_first_replica(tensor) and local.numel():
+                sums[number] = local.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)
+    for mesh, numbers in by_mesh.items():
+        total = sums[numbers].to(device_of(mesh))
+        for group in mesh.get_all_groups():
+            dist.all_reduce(total, group=group)
+        sums[numbers] = total.cpu()
+    least = -(1 << 62)  # what ranks give that do not have it
+    both = []
+    for key, total in zip(keys, sums.tolist(), strict=True):
+        both += [total, -total] if isinstance(tensors.get(key), DTensor) else [least, least]
+    most = highest(both, groups)
+    differ = [key.partition("/")[2] for key, a, b in zip(keys, most[::2], most[1::2], strict=True) if a not in (least, -b)]
+    if differ:
+        raise CheckpointError(
+            f"{len(differ)} tensors are full on several meshes, with different values: {listing(differ)}. A tensor "
+            "whose parts differ between ranks must be one DTensor on a mesh of all of these ranks, as by "
+            "DTensor.from_local(part, mesh['ep'], [Shard(0)]) before fully_shard; or give the parts different names."
+        )
+
+
+# ---- 3. plan ----------------------------------------------------------------------------------------------------
+
+
+def plan_checkpoint(
+    path: Path, snapshot: Snapshot, owners: Mapping[str, int]
+) -> tuple[list[NewFile], list[tuple[Entry, Part]]]:
+    """Return all files of a checkpoint, and this rank's parts of them. Local, pure."""
+    draft = directory.draft_of(path)
+    specs: dict[str, dict[str, Spec]] = {"model": {}, "optimizer": {}}
+    for name, stand_in in snapshot.plain["model"].items():
+        specs["model"][name] = Spec(stand_in.dtype, stand_in.shape)
+    for place, stand_in in tensor_leaves(snapshot.plain["optimizer"]).items():
+        specs["optimizer"][optimizer_key(place).partition("/")[2]] = Spec(stand_in.dtype, stand_in.shape)
+    files: list[NewFile] = []
+    entries: dict[str, Entry] = {}
+    for section, own in specs.items():
+        if own or section == "model":
+            planned, found = plan_files(draft, section, own)
+            files += planned
+            entries |= {f"{section}/{name}": entry for name, entry in found.items()}
+    parts = list(parts_to_write(snapshot.tensors, entries, owners))
+    if snapshot.row is not None:
+        spec = Spec(torch.uint8, torch.Size([sum(snapshot.plain["sizes"])]))
+        planned, found = plan_files(draft, RANKS, {RANKS: spec})
+        files += planned
+        parts.append((found[RANKS], snapshot.row))
+    return files, parts
+
+
+def parts_to_write(
+    tensors: Mapping[str, Tensor], entries: Mapping[str, Entry], owners: Mapping[str, int]
+) -> Iterator[tuple[Entry, Part]]:
+    """Yield this rank's parts that no other rank writes: of the first replica, on the mesh of the owner. Local."""
+    lowest: dict[DeviceMesh, int] = {}  # DeviceMesh.mesh is made anew each time (torch 2.13)
+    for key, tensor in tensors.items():
+        at = own_rank()
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            if mesh not in lowest:
+                lowest[mesh] = int(mesh.mesh.min())
+            at = lowest[mesh]
+        is_replica = isinstance(tensor, DTensor) and not is_first_replica(tensor)
+        if key in entries and at == owners[key] and not is_replica:
+            yield entries[key], part_of(tensor)
+
+
+# ---- 4. write ---------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(
     path: Path,
-    content: Content,
-    layouts: dict[str, Layout],
-    groups: Groups,
+    files: Sequence[NewFile],
+    parts: Sequence[tuple[Entry, Part]],
+    state: bytes,
     *,
+    groups: Groups,
     ranks: Sequence[int],
-    format: str,
-    token: int,
-    replaces: bool,
     keep: int | None = None,
 ) -> None:
-    """Write everything into a temporary directory, and rename it when all ranks have. Collective over ``groups``."""
-    is_first, of_first = own_rank() == ranks[0], layouts.pop("state", Layout({}, []))
-    files, beside = dict[str, FileEntry](), list[int]()
-
-    def write() -> list[int]:
-        if is_first:
-            directory.clear_stale(path, token)
-        draft.mkdir(parents=True, exist_ok=True)
-        beside.extend(write_own(draft, of_first, ranks) if is_first else ())
-        numbers = [write_own(draft, layout, ranks) for layout in layouts.values()]
-        return [int(content.quantized), *chain.from_iterable(numbers)]
-
-    with directory.temporary_directory(path, token, is_first=is_first) as draft:
-        directory.finish_deletions()
-        equal = each_equal(map(repr, content.random.values()), groups)
-        random = {kind: state for (kind, state), same in zip(content.random.items(), equal, strict=True) if same}
-        layouts["random"] = _rows_of({k: state for k, state in content.random.items() if k not in random}, ranks)
-        if format == "dcp":
-            files = write_dcp(draft, _dcp_tree(content), groups)
-        quantized, *sums = sums_on_each(write, 1 + sum(each.numbers for each in layouts.values()), groups)
+    """Write everything into a hidden directory, and rename it when all ranks have. Collective over ``groups``."""
+    draft, is_first = directory.draft_of(path), own_rank() == ranks[0]
+    try:
         with together(groups, CheckpointError):
-            if not is_first:
-                return
-            sums += beside
-            for layout in (*layouts.values(), of_first):
-                files |= entries_of(layout.files, check_written(layout, sums[: layout.numbers]))
-                sums = sums[layout.numbers :]
-            alike = {kind: [state.hex()] for kind, state in random.items() if state}
-            state = {"random": alike, "quantized": bool(quantized)} | content.plain
-            old = directory.written_files(path)
-            directory.carry_over(path, draft, lambda name: name in old)
-            manifest = Manifest(format, len(ranks), files, trainable_only=content.trainable_only, state=state)
-            (draft / directory.NAME).write_bytes(manifest.to_bytes())
-            flush_files([draft / directory.NAME])
-            directory.commit(path, token, replace=replaces, keep=keep)
-
-
-def _rows_of(random: dict[str, bytes], ranks: Sequence[int]) -> Layout:
-    """Return the file with the states of generators that differ between ranks: a row for each rank. Local."""
-    specs = dict.fromkeys(random, Spec(torch.uint8, torch.Size((len(ranks), RANDOM_BYTES))))
-    box = ((ranks.index(own_rank()), 1), (0, RANDOM_BYTES))
-    rows = {kind: (random_row(state), box) for kind, state in random.items()}
-    return Layout({}, lay_out(specs, "random", MAX_SHARD_SIZE) if specs else [], rows)
-
-
-def _dcp_tree(content: Content) -> dict[str, Any]:
-    """Return what ``dcp.save`` is given: tensors without subclasses, in nested dicts."""
-
-    def bare(tensor: Tensor) -> Tensor:
-        local = local_value(tensor)
-        return with_local(tensor, local) if isinstance(tensor, DTensor) else local
-
-    tree: dict[str, Any] = {"model": {name: bare(tensor) for name, tensor in content.model.items()}}
-    if content.plain["optimizer"] is not None:
-        tree["optimizer"] = decode(content.plain["optimizer"], content.optimizer)
-    return tree
+            draft.mkdir(parents=True, exist_ok=True)
+            written = write_parts(files, parts, create=is_first, turn=own_rank())
+            if is_first:
+                write_bytes(draft / STATE, state)
+        numbers = [number for file in files for number in written[file.path]]
+        totals = sum_over_ranks(numbers, groups)
+        with together(groups, CheckpointError):
+            if is_first:
+                listed = {STATE: (len(state), bytes_sum(state, 0))}
+                for file, count, checksum in zip(files, totals[::2], totals[1::2], strict=True):
+                    listed[file.path.name] = file.size, checksum
+                    if count != file.size:
+                        raise CheckpointError(
+                            f"{file.path.name}: {count:,} of {file.size:,} bytes were written. Each byte is written "
+                            "once. Report this, with the model's meshes and placements."
+                        )
+                directory.commit(path, listed, len(ranks))
+    except BaseException as error:
+        if is_first:
+            shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, Exception) and not isinstance(error, ShardkitError):
+            # From the disk, in a process alone; or from a rank that died, or a group that was destroyed.
+            raise CheckpointError(
+                f"save_checkpoint failed ({type(error).__name__}: {error}). Any earlier checkpoint is unchanged. See "
+                "the cause, and wait() for a save in the background before destroy_process_group()."
+            ) from error
+        raise
+    if is_first:
+        directory.clean_up(path, keep)

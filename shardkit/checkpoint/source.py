@@ -1,4 +1,4 @@
-"""What a checkpoint is that is open for reading: nested dicts of foreign files, and plain data in JSON.
+"""What a checkpoint is that is open for reading, whatever program wrote it.
 
 Each kind of file is a class with these two members (:class:`Source`), used by ``load_checkpoint`` and ``convert``:
 
@@ -9,9 +9,9 @@ Each kind of file is a class with these two members (:class:`Source`), used by `
 
 from __future__ import annotations
 
-import math
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import io
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch.dispatch import tree_map
-from shardkit.checkpoint.format import Spec
-from shardkit.errors import CheckpointError, listing, message
+from shardkit._torch import has_own_dispatch
+from shardkit._torch.dispatch import tree_leaves, tree_map
+from shardkit.checkpoint.byte_ranges import part_of, read_parts
+from shardkit.checkpoint.format import Entry, Spec
+from shardkit.errors import CheckpointError, listing
 from shardkit.shards import local_value
 from shardkit.state.load import LoadPlan, Request, check_ties, same_values, unwritten
 from shardkit.state.model import is_extra
@@ -29,7 +31,10 @@ from shardkit.state.optimizer import renamed_state
 
 # The keys under which programs save a model and an optimizer.
 MODEL_NAMES = ("model", "model_state_dict", "model_state", "state_dict", "module")
-OPTIMIZER_NAMES = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "optim_state")
+OPTIMIZER_NAMES = (
+    *("optimizer", "optim", "optimizer_state_dict"),
+    *("optim_state_dict", "optimizer_state", "optim_state"),
+)
 WRAPPER_NAMES = ("app", "state", "app_state")  # around both, as in torch's own DCP tutorial
 
 
@@ -45,13 +50,10 @@ class Contents:
     """Everything in a checkpoint, with a :class:`Stored` in place of each tensor."""
 
     model: dict[str, Any]  # by FQN
-    # {"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], ...}]}, or with numbers instead of FQNs;
-    # None if there is none.
+    # {"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], ...}]}, or with numbers instead
+    # of FQNs; None if there is none.
     optimizer: dict[str, Any] | None = None
     scheduler: Any = None  # its state dict
-    extra: Any = None  # as passed by the user
-    # By kind of generator a sequence of the states of all ranks, or of the one that all had.
-    random: dict[str, Any] = field(default_factory=dict)
     trainable_only: bool = False  # whether frozen parameters were left out
     quantized: bool = False  # whether optimizer state was quantized, and is stored as its values
     ties: dict[str, str] = field(default_factory=dict)  # other names of tied tensors, each with the stored one
@@ -64,6 +66,24 @@ class Source(Protocol):
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key: the local part of a DTensor, or all of a plain tensor."""
+
+
+class Safetensors:
+    """Safetensors files as a source."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self.entries = dict(entries)
+        self.contents = Contents({name: self.stored(name) for name in entries})
+
+    def stored(self, key: str) -> Stored:
+        """Return the tensor with a key."""
+        return Stored(self.entries[key].dtype, self.entries[key].shape, key)
+
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill each target from the tensor with its key, straight from the file. Local."""
+        wanted = list(targets)
+        read_parts([(self.entries[key], part_of(tensor)) for key, tensor in wanted])
+        torch.autograd.graph.increment_version([tensor for _, tensor in wanted])
 
 
 def read_values(source: Source, tree: Any) -> Any:
@@ -86,10 +106,29 @@ def check_stored_ties(source: Source, plan: LoadPlan, tensors: Mapping[str, Tens
 
     def are_equal(name: str, *names: str) -> bool:
         rooms = [unwritten(tensors[name], tensors[name].dtype, torch.device("cpu")) for _ in names]
-        source.read((source.contents.model[each].key, room) for each, room in zip(names, rooms, strict=True))
+        keys = [source.contents.model[each].key for each in names]
+        source.read(zip(keys, rooms, strict=True))
         return same_values(*map(local_value, rooms))
 
     check_ties(plan, are_equal, request)
+
+
+def refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
+    """Raise for tensors of subclasses that are not memory of their own, such as NF4 weights. Local."""
+    unfit = []
+    for name, tensor in tensors.items():
+        kind = type(local_value(tensor))
+        if has_own_dispatch(kind):
+            unfit.append(f"{name} ({kind.__name__})")
+    if unfit:
+        raise CheckpointError(
+            f"tensors cannot be of a subclass: {listing(unfit)}. Of subclasses, float8 training weights and quantized "
+            "optimizer state are saved, as their values. Save with trainable_only=True, and quantize the base again "
+            "from its own files."
+        )
+
+
+# ---- what other programs save: nested dicts ---------------------------------------------------------------------
 
 
 def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
@@ -110,9 +149,10 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
         model = {key: value for key, value in tree.items() if isinstance(key, str)}
     flat = dict(_flattened(model or {}))
     if optimizer is None and not any(isinstance(value, Stored) for value in flat.values()):
-        rule = f"A model is under one of {', '.join(MODEL_NAMES)}, or its tensors are at the top level"
-        problem = f"it has no tensors under {listing(map(str, tree))}"
-        raise CheckpointError(message(where, problem, rule, "Save the model's state dict under one of these keys"))
+        raise CheckpointError(
+            f"{where}: it has no tensors under {listing(map(str, tree))}. Save the model's state dict under one of "
+            f"{', '.join(MODEL_NAMES)}, or at the top level."
+        )
     return Contents(flat, None if optimizer is None else _optimizer(optimizer))
 
 
@@ -136,14 +176,10 @@ def _optimizer(tree: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in tree.items():
         part, _, rest = key.partition(".")
         fqn, _, name = rest.rpartition(".")
-        (state if part == "state" else options).setdefault(fqn, {})[name] = value
-    found: list[dict[str, Any]] = []
-    for fqn, own in options.items():
-        group = next((each for each in found if {k: v for k, v in each.items() if k != "params"} == own), None)
-        if group is None:
-            found.append(group := {**own, "params": []})
-        group["params"].append(fqn)
-    return {"state": state, "param_groups": found}
+        section = state if part == "state" else options
+        section.setdefault(fqn, {})[name] = value
+    groups = [{**own, "params": [fqn]} for fqn, own in options.items()]
+    return {"state": state, "param_groups": groups}
 
 
 def by_name(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -153,109 +189,37 @@ def by_name(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
     if not numbers:
         return optimizer
     if max(numbers) >= len(names):
-        problem = f"its parameters are numbered up to {max(numbers)}, and the model has {len(names)}"
-        rule = "Numbers count the model's parameters in order"
-        fix = "Save the state by name, with FSDP.rekey_optim_state_dict"
-        raise CheckpointError(message("optimizer", problem, rule, fix))
+        raise CheckpointError(
+            f"optimizer: its parameters are numbered up to {max(numbers)}, and the model has {len(names)}. Numbers "
+            "count the model's parameters in order. Save the state by name, with FSDP.rekey_optim_state_dict."
+        )
     return renamed_state(optimizer, lambda key: names[key] if type(key) is int else key)
 
 
-# ---- plain data as JSON, exactly --------------------------------------------------------------------------------
-
-# Values that JSON lacks are objects with this one key, such as {"$": ["tuple", [1, 2]]}.
-TAG = "$"
-_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-# Type to tag, encoder and decoder. Types must match exactly: a subclass may hold more than its base's value.
-_ATOMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    float: ("float", str, float),  # only if not finite
-    bytes: ("bytes", bytes.hex, bytes.fromhex),
-    complex: ("complex", lambda v: [str(v.real), str(v.imag)], lambda pair: complex(*map(float, pair))),
-    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch."), _DTYPES.__getitem__),
-    torch.device: ("device", str, torch.device),
-}
-_FROM_JSON = {tag: from_json for tag, _, from_json in _ATOMS.values()}
-_SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
-_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-_CONTAINERS = {tag: kind for kind, tag in (_SEQUENCES | _MAPPINGS).items()}
-_RULE = "A checkpoint holds None, bool, int, float, complex, str, bytes, torch's dtypes and devices, plain tensors, "
-_RULE += "and lists, tuples, sets and dicts of these; nothing is pickled"
-_FIX = "Leave it out, or save plain data instead, such as its state_dict()"
+# ---- plain data: files of torch.save that load with weights_only=True ------------------------------------------
 
 
-def encode(value: Any, where: str, *, sharded: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Return ``value`` as data for ``json.dumps``, and its tensors by their paths in it. Local, pure.
-
-    ``where`` names the value in errors and in the names of tensors, and may be empty; a :class:`Stored` counts as a
-    tensor. Raises with the paths of all values that cannot be saved; of DTensors unless ``sharded``.
-    """
-    encoder = _Encoder(sharded)
+def pack(value: Any, name: str) -> bytes:
+    """Return plain data as ``torch.save`` writes it; raise unless it loads without running code. Local."""
+    buffer = io.BytesIO()
     try:
-        encoded = encoder.encode(value, where)
-    except RecursionError:
-        raise CheckpointError(message(where, "contains itself, or is nested too deeply", _RULE, _FIX)) from None
-    if encoder.problems:
-        raise CheckpointError("\n".join(encoder.problems))
-    return encoded, encoder.tensors
+        torch.save(value, buffer)
+        buffer.seek(0)
+        problem = listing(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
+    except Exception as error:  # of pickle, for example for a local function
+        problem = str(error)
+    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+        problem = "a DTensor"
+    if problem:
+        raise CheckpointError(
+            f"{name} cannot be saved, since it holds {problem}. A checkpoint holds plain data and plain tensors, "
+            "so that loading runs no code. Save its state_dict(), or call full_tensor()."
+        )
+    return buffer.getvalue()
 
 
-class _Encoder:
-    def __init__(self, sharded: bool) -> None:
-        self.tensors: dict[str, Any] = {}
-        self.problems: list[str] = []
-        self._sharded = sharded
-
-    def encode(self, value: Any, path: str) -> Any:
-        kind = type(value)
-        if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-            return value
-        if kind in _ATOMS:
-            tag, to_json, _ = _ATOMS[kind]
-            return {TAG: [tag, to_json(value)]}
-        if isinstance(value, (Tensor, Stored)):
-            return self._tensor(value, path)
-        if kind is list or kind in _SEQUENCES:
-            items = [self.encode(each, _join(path, index)) for index, each in enumerate(value)]
-            return items if kind is list else {TAG: [_SEQUENCES[kind], items]}
-        if kind is not defaultdict and kind not in _MAPPINGS:
-            return self._refuse(path, f"is a {kind.__module__}.{kind.__qualname__}")
-        values = [self.encode(each, _join(path, key)) for key, each in value.items()]
-        if kind in (dict, defaultdict) and TAG not in value and all(type(key) is str for key in value):
-            return dict(zip(value, values, strict=True))
-        keys = [self.encode(key, _join(path, "keys")) for key in value]
-        return {TAG: [_MAPPINGS.get(kind, "dict"), [list(pair) for pair in zip(keys, values, strict=True)]]}
-
-    def _tensor(self, value: Any, path: str) -> Any:
-        is_unfit = isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta)
-        if is_unfit or (isinstance(value, DTensor) and not self._sharded):
-            return self._refuse(path, f"is a tensor that is sharded, sparse or on meta ({type(value).__name__})")
-        name, number = path, 1
-        while name in self.tensors:  # keys 1 and "1" of one dict
-            name, number = f"{path}#{number}", number + 1
-        self.tensors[name] = value
-        return {TAG: ["tensor", name]}
-
-    def _refuse(self, path: str, problem: str) -> None:
-        self.problems.append(message(path, problem, _RULE, _FIX))
-
-
-def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that :func:`encode` encoded; raise KeyError, TypeError or ValueError for other data."""
-    if isinstance(encoded, list):
-        return [decode(each, tensors) for each in encoded]
-    if not isinstance(encoded, dict):
-        return encoded
-    if TAG not in encoded:
-        return {key: decode(each, tensors) for key, each in encoded.items()}
-    tag, content = encoded[TAG]
-    if tag == "tensor":
-        return tensors[content]
-    kind = _CONTAINERS.get(tag)
-    if kind is None:
-        return _FROM_JSON[tag](content)
-    if kind in _SEQUENCES:
-        return kind(decode(each, tensors) for each in content)
-    return kind({decode(key, tensors): decode(each, tensors) for key, each in content})  # Counter(pairs) would count
-
-
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+def unpack(data: bytes) -> Any:
+    """Return what :func:`pack` packed, with tensors on the CPU. Runs no code from it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

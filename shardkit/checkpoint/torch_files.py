@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import is_wrapper, local_tensor
-from shardkit.checkpoint.chunks import common, covers, full_box, inside, part_of
+from shardkit.checkpoint.byte_ranges import full_box, part_of
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.shards import Box, box_at, local_value
+from shardkit.shards import Box, box_at, common, covers, inside, local_value
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _NAME = re.compile(r"(?:(.*?)[_.-])?(?:world_size_(\d{1,6})[_.-])?rank[_-]?(\d{1,6})")

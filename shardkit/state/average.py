@@ -110,13 +110,27 @@ class ShardedAverage(nn.Module):
             rule = "Inside, the model has the averaged values, and the average the model's"
             raise ShardkitError(message(call, "was called inside of swapped()", rule, "Call it after the context"))
         own, theirs = model_state(self.module).tensors, model_state(model).tensors
-        kinds = [{name: _kind(tensor) for name, tensor in tensors.items()} for tensors in (own, theirs)]
-        if differing := sorted({name for name, _ in kinds[0].items() ^ kinds[1].items()}):
-            rule = "Names, shapes, dtypes, devices and placements must be those of the model that it was made from"
-            fix = "Make it from this model, after sharding and moving it"
-            raise ShardkitError(message(listing(differing), "differs from the average", rule, fix))
-        found = {id(own[name]): (own[name], theirs[name]) for name in own if own[name] is not theirs[name]}
-        return sorted(found.values(), key=lambda pair: not isinstance(pair[0], nn.Parameter))
+        differing, thawed = [], []
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for name in dict.fromkeys((*own, *theirs)):
+            mine, its = own.get(name), theirs.get(name)
+            if mine is None or its is None or _kind(mine) != _kind(its):
+                differing.append(name)
+            elif mine is not its:
+                pairs[id(mine)] = mine, its
+            elif its.requires_grad:
+                thawed.append(name)
+        if differing:
+            raise ShardkitError(
+                f"{listing(sorted(differing))} differs from the average. Names, shapes, dtypes, devices and placements "
+                "must be those of the model that it was made from. Make it from this model, after sharding and moving it."
+            )
+        if thawed:
+            raise ShardkitError(
+                f"{listing(thawed)} trains now, and was frozen when the average was made, which has no copy of it. Make "
+                "a new average after requires_grad_(True)."
+            )
+        return sorted(pairs.values(), key=lambda pair: not isinstance(pair[0], nn.Parameter))
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

@@ -120,15 +120,6 @@ def values_of(tensor: Tensor, dtype: torch.dtype = torch.float32, device: str | 
     return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
 
-@torch.no_grad()
-def quantized_into(values: Any, into: Any) -> Any:
-    """Write values into quantized state, and return that; return the values if it is not quantized here. Local."""
-    if not is_quantized(into):
-        return values
-    local_value(into).copy_(local_value(values))
-    return into
-
-
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     """Return one or several optimizers as a list; raise if one is something else, or asleep."""
     optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -25,7 +26,6 @@ from shardkit.state.optimizer import (
     group_names,
     is_quantized,
     optimizers_of,
-    quantized_into,
     renamed_state,
     sharded_optimizer_state_dict,
     tensor_leaves,
@@ -77,15 +77,12 @@ def load_full_optimizer_state_dict(
     described = pickle.loads(share(packed, poll.any, ranks))
     with together(groups):
         check_names(optimizers, names, described)
-        params, present = {name: param for param, name in names.items()}, _present(model, optimizers)
-        made = with_rooms(described["state"], present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
-    fulls, there = tensor_leaves(state), tensor_leaves(present)
-    specs = sorted(tensor_leaves(described["state"], Spec).items())  # one order on all
-    targets = tensor_leaves(made)
-    moves = [Move(targets[path], fulls.get(path), spec.dtype) for path, spec in specs]
-    scatter(moves, ranks)
-    made = with_leaves(made, lambda path, values: quantized_into(values, there.get(path)))
-    install(optimizers, names, described | {"state": made})
+        plan = plan_state(model, optimizers, described["state"], initialize=has_quantizer(optimizers))
+    fulls, specs = tensor_leaves(state), tensor_leaves(described["state"], Spec)
+    in_one_order = sorted(plan.targets)  # on all ranks
+    scatter([Move(plan.targets[path], fulls.get(path), specs[path].dtype) for path in in_one_order], ranks)
+    plan.quantize()
+    install(optimizers, names, described | {"state": plan.state})
 
 
 def load_sharded_optimizer_state_dict(
@@ -106,27 +103,55 @@ def load_sharded_optimizer_state_dict(
     install(optimizers, names, given)
 
 
-def _present(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
-    """Return the state of optimizers, and that which torchao's would make: they decide what is quantized. Local."""
-    found: dict[str, Any] = {}
-    for each in optimizers:
-        is_torchao = any(base.__module__.startswith("torchao.") for base in type(each).__mro__)
-        found |= sharded_optimizer_state_dict(model, each, initialize=is_torchao)["state"]
-    return found
+def has_quantizer(optimizers: Iterable[Optimizer]) -> bool:
+    """Whether an optimizer is of torchao, which quantizes the state that it makes. Local."""
+    classes = [base for each in optimizers for base in type(each).__mro__]
+    return any(base.__module__.startswith("torchao.") for base in classes)
 
 
-def with_rooms(
-    state: Mapping[str, Any],
-    present: Mapping[str, Any],
-    place: Callable[[str, str, Any, Tensor | None], object],
-) -> dict[str, Any]:
-    """Return the state by FQN with ``place(fqn, path, spec, present)`` for tensors; paths are as ``"/step"``. Local."""
+@dataclass
+class StatePlan:
+    """Where a load writes an optimizer's state."""
 
-    def placed(fqn: str, entry: object) -> object:
-        there = tensor_leaves(present.get(fqn, {}))
-        return with_leaves(entry, lambda path, leaf: place(fqn, path, leaf, there.get(path)), Spec)
+    state: dict[str, Any]  # by FQN, for the optimizer; existing tensors where they fit
+    targets: dict[str, Tensor]  # what to fill, by the paths of :func:`tensor_leaves` in the state
+    quantized: list[tuple[Tensor, Tensor]]  # state that holds quantized values, and the target with the values
 
-    return {fqn: placed(fqn, entry) for fqn, entry in state.items()}
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Write the values that were loaded into quantized state. Local."""
+        for into, values in self.quantized:
+            local_value(into).copy_(local_value(values))
+
+
+def plan_state(
+    model: nn.Module, optimizers: list[Optimizer], saved: Mapping[str, Any], *, initialize: bool
+) -> StatePlan:
+    """Return memory for saved state, which has a :class:`Spec` in the place of each tensor. Local, changes nothing.
+
+    Values are quantized where the optimizer has quantized state, or with ``initialize`` would make it.
+    """
+    params = {name: param for param, name in parameter_names(model).items()}
+    present = sharded_optimizer_state_dict(model, optimizers, initialize=initialize)["state"]
+    existing = tensor_leaves(present)
+    plan = StatePlan({}, {}, [])
+
+    for fqn, entry in saved.items():
+
+        def place(path: str, spec: Spec, fqn: str = fqn) -> Tensor:
+            old = existing.get(path)
+            if old is not None and not is_quantized(old) and (old.shape, old.dtype) == (spec.shape, spec.dtype):
+                target = old
+            else:
+                target = room_for(params[fqn], path.removeprefix(f"/{fqn}/"), spec, old)
+            plan.targets[path] = target
+            if old is not None and is_quantized(old):
+                plan.quantized.append((old, target))
+                return old
+            return target
+
+        plan.state[fqn] = with_leaves(entry, place, Spec, f"/{fqn}")
+    return plan
 
 
 def room_for(param: nn.Parameter, path: str, spec: Spec, present: Tensor | None) -> Tensor:
@@ -134,7 +159,7 @@ def room_for(param: nn.Parameter, path: str, spec: Spec, present: Tensor | None)
     home = local_value(param).device
     if isinstance(present, DTensor) and present.shape == spec.shape:
         return unwritten(present, spec.dtype, local_value(present).device)
-    scalar = not spec.shape and (param.ndim > 0 or path == "/step")
+    scalar = not spec.shape and (param.ndim > 0 or path == "step")
     if scalar or not isinstance(param, DTensor):
         return torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if scalar else home)
     if spec.shape == param.shape:  # plain memory, whatever subclass the weight is of

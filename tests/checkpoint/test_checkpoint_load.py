@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from trees import assert_same
 
-from shardkit.checkpoint import chunks, convert_checkpoint, load_checkpoint, save_checkpoint
+from shardkit.checkpoint import byte_ranges, convert_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict, full_state_dict, sharded_optimizer_state_dict
 from shardkit.testing import distributed
@@ -155,26 +155,6 @@ def test_dtypes_are_converted_only_when_asked(tmp_path):
     assert torch.equal(half[0].weight, net()[0].weight.bfloat16())
 
 
-@distributed(world_size=2, backend="gloo")
-def test_what_an_earlier_version_saved_loads(tmp_path):
-    expected = saved_before.build(1.0)
-    model, optimizer, scheduler = saved_before.build(None)
-    fully_shard(model, mesh=mesh_of((2,)))
-    optimizer = torch.optim.AdamW(
-        [{"params": [model.embed.weight], "weight_decay": 0.5}, {"params": list(model.layer.parameters())}]
-    )
-    assert_same(load_checkpoint(saved_before.PLACE, model, optimizer, scheduler), saved_before.EXTRA)
-    assert_same(dict(full_state_dict(model, rank0_only=False)), dict(expected[0].state_dict()))
-    got = full_optimizer_state_dict(model, optimizer, rank0_only=False)
-    assert_same(got["state"], full_optimizer_state_dict(*expected[:2], rank0_only=False)["state"])
-    assert [group["weight_decay"] for group in got["param_groups"]] == [0.5, 0.01]
-    assert scheduler.state_dict() == expected[2].state_dict()
-    numbers = [random.random(), torch.rand(()).item()]
-    random.seed(1)
-    torch.manual_seed(1)
-    assert numbers == [random.random(), torch.rand(()).item()]
-
-
 def test_a_model_on_meta_is_refused(tmp_path):
     save_checkpoint(tmp_path / "a", net())
     with torch.device("meta"):
@@ -190,7 +170,7 @@ def test_a_model_on_meta_is_refused(tmp_path):
 @pytest.mark.parametrize("columns", [False, True])
 def test_checksums_of_what_is_written_in_many_blocks(shape, columns, tmp_path, monkeypatch):
     """They are taken block by block while writing, and wrap around; loading reads the bytes in other blocks."""
-    monkeypatch.setattr(chunks, "STAGE", 100)
+    monkeypatch.setattr(byte_ranges, "STAGE", 100)
     model = nn.ParameterDict({"a": nn.Parameter(-torch.rand(shape)), "b": nn.Parameter(-torch.rand(shape).bfloat16())})
     if columns:  # not as files have it, so that blocks go through memory
         for name, param in model.items():
@@ -206,7 +186,7 @@ def test_checksums_of_what_is_written_in_many_blocks(shape, columns, tmp_path, m
     data = bytearray(file.read_bytes())
     data[-9] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"damaged: checksums differ in model\.safetensors: "):
+    with pytest.raises(CheckpointError, match=r"damaged: checksums differ in model\.safetensors"):
         load_checkpoint(tmp_path / "a", model)
     assert_same(dict(model.state_dict()), saved)
 

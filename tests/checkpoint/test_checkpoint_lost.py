@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 
 import shardkit.checkpoint
 from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from shardkit.checkpoint.directory import finish_deletions
 from shardkit.errors import CheckpointError
 from shardkit.testing import RankFailure, RankPool, distributed
 
@@ -77,7 +76,6 @@ def save_and_die(path: Path, value: float, rank: int, at: int | None, **options:
     sys.settrace(killer)
     try:
         save_checkpoint(path, model, extra={"value": value}, **options).wait()
-        finish_deletions()
     finally:
         sys.settrace(None)
         threading.settrace(None)
@@ -122,7 +120,6 @@ def test_killed_at_random_points_a_whole_checkpoint_loads(kills, options, tmp_pa
         if not overwrite and found == first:
             assert not second.exists()
         save_checkpoint(second, net(3.0), extra={"value": 3.0}, overwrite=True)
-        finish_deletions()
         assert value_of(second) == 3.0
         assert not [name for name in listing(tmp_path) if name.startswith(".")], f"left behind by rank {rank} at {at}"
         if not overwrite:
@@ -146,12 +143,12 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 @distributed(world_size=2, backend="gloo")
-def save_two(root, said, async_=False, format="safetensors"):
+def save_two(root, said, async_=False):
     """A small checkpoint, and a large one that fails on every rank."""
     if not (root / "step-1").exists():
         save_checkpoint(root / "step-1", sharded(1.0), extra={"value": 1.0})
     dist.barrier()
-    options = {"async_": async_, "format": format}
+    options = {"async_": async_}
     with pytest.raises(CheckpointError, match=said):
         save_checkpoint(root / "step-2", sharded(2.0, size=400), extra={"value": 2.0}, **options).wait()
 
@@ -161,12 +158,6 @@ def test_on_a_full_disk_all_ranks_raise_and_the_previous_one_loads(async_, small
     save_two(small_disk, "No space left on device", async_)
     assert listing(small_disk) == ["step-1"]
     assert value_of(latest_checkpoint(small_disk)) == 1.0
-
-
-def test_on_a_full_disk_the_error_of_dcp_is_ours(small_disk):
-    """torch's own is no Exception."""
-    save_two(small_disk, r"save_checkpoint failed \(rank \d: ", format="dcp")
-    assert listing(small_disk) == ["step-1"]
 
 
 def test_on_a_read_only_disk_all_ranks_raise_and_the_previous_one_loads(small_disk):
@@ -215,11 +206,11 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
     save_checkpoint(tmp_path / "a", net(1.0), async_=True)
     (tmp_path / "a").touch()  # a file, where the directory is to be
     gate[0].set()
-    shardkit.checkpoint.asynchronous.pending().error()
-    shardkit.checkpoint.asynchronous._report_unseen()
+    shardkit.checkpoint.background.pending().error()
+    shardkit.checkpoint.background._report_unseen()
     assert "save_checkpoint: the last checkpoint was not saved: " in caplog.text
     with pytest.raises(CheckpointError, match=r"save_checkpoint failed \(NotADirectoryError: .*Not a directory"):
-        shardkit.checkpoint.asynchronous.pending().wait()
+        shardkit.checkpoint.background.pending().wait()
     assert listing(tmp_path) == ["a"]
 
 
@@ -227,16 +218,16 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
 def gate(monkeypatch) -> tuple[threading.Event, list[str], list[set[int]]]:
     """Writing waits for the event; what began and ended is listed, and the memory that was written."""
     opened, log, memory = threading.Event(), [], []
-    original = shardkit.checkpoint.save.commit_checkpoint
+    original = shardkit.checkpoint.save.write_checkpoint
 
-    def write(path, content, *others, **options):
+    def write(path, files, parts, *others, **options):
         log.append(f"begin {path.name}")
-        memory.append({tensor.data_ptr() for tensor in content.model.values()})
+        memory.append({values.data_ptr() for _, (values, _) in parts if values.is_floating_point()})
         assert opened.wait(60)
-        original(path, content, *others, **options)
+        original(path, files, parts, *others, **options)
         log.append(f"end {path.name}")
 
-    monkeypatch.setattr(shardkit.checkpoint.save, "commit_checkpoint", write)
+    monkeypatch.setattr(shardkit.checkpoint.save, "write_checkpoint", write)
     return opened, log, memory
 
 
@@ -270,7 +261,7 @@ def test_a_failure_is_raised_once_where_somebody_waits(then, tmp_path, monkeypat
         raise CheckpointError("the disk broke")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shardkit.checkpoint.save, "commit_checkpoint", write)
+        patch.setattr(shardkit.checkpoint.save, "write_checkpoint", write)
         handle = save_checkpoint(tmp_path / "a", model, async_=True)
     with pytest.raises(CheckpointError, match="the disk broke"):
         {
@@ -301,16 +292,16 @@ def test_collectives_of_training_and_of_the_save_do_not_mix(tmp_path):
 @distributed(world_size=2, backend="gloo")
 def test_a_save_whose_group_is_gone_is_a_checkpoint_error(tmp_path):
     """As where destroy_process_group() did not wait for it; what it leaves behind goes with the next save."""
-    original = shardkit.checkpoint.save.commit_checkpoint
+    original = shardkit.checkpoint.save.write_checkpoint
 
     def late(*content, **options):
-        for group in list(shardkit.checkpoint.asynchronous._groups.values()):
+        for group in list(shardkit.checkpoint.background._groups.values()):
             dist.destroy_process_group(group)
-        shardkit.checkpoint.asynchronous._groups.clear()
+        shardkit.checkpoint.background._groups.clear()
         original(*content, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shardkit.checkpoint.save, "commit_checkpoint", late)
+        patch.setattr(shardkit.checkpoint.save, "write_checkpoint", late)
         handle = save_checkpoint(tmp_path / "a", sharded(1.0), async_=True)
         with pytest.raises(CheckpointError, match=r"before destroy_process_group\(\)"):
             handle.wait()

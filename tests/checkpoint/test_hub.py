@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import PermuteForRope, WeightConverter
 
 from shardkit import full_state_dict, init_on_meta, load_pretrained, save_checkpoint, save_pretrained, shard_model
-from shardkit.checkpoint import convert_checkpoint, format, load_checkpoint, named_full_tensors
-from shardkit.checkpoint.chunks import part_of, staged
+from shardkit.checkpoint import byte_ranges, convert_checkpoint, load_checkpoint, named_full_tensors
+from shardkit.checkpoint.byte_ranges import part_of, staged
 from shardkit.errors import CheckpointError, ShardkitError
 from shardkit.testing import distributed
 
@@ -129,7 +129,7 @@ def test_each_rank_reads_its_own_experts_alone(tmp_path):
     model = shard_model(MixtralForCausalLM(MixtralConfig(**TEXT, num_local_experts=4)), mesh=mesh)
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(format, "staged", lambda part, dtype: seen.append(part[0].nbytes) or staged(part, dtype))
+        patch.setattr(byte_ranges, "staged", lambda part, dtype: seen.append(part[0].nbytes) or staged(part, dtype))
         load_pretrained(model, theirs)
     assert sum(seen) == sum(part_of(parameter)[0].nbytes for parameter in model.parameters())
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -286,29 +286,6 @@ def test_names_in_a_checkpoint_are_the_models_own(tmp_path):
     other = made("mixtral", 2)
     load_pretrained(other, tmp_path / "c")
     assert_equal(other.state_dict(), model.state_dict())
-
-
-def test_overwriting_carries_over_what_shardkit_did_not_write(tmp_path):
-    path = tmp_path / "last"
-    save_checkpoint(path, nn.Linear(2, 2))
-    (path / "config.json").write_text("mine")
-    (path / "notes").mkdir()
-    (path / "notes" / "a.txt").write_text("note")
-    os.symlink("notes/a.txt", path / "link")
-    model = made("llama", 3)
-    save_checkpoint(path, model, format="dcp", overwrite=True)
-    assert (path / "config.json").read_text() == "mine"
-    assert (path / "link").read_text() == "note"
-    load_checkpoint(path, model)
-    (path / "model.safetensors").write_text("also mine")
-    before = sorted(os.listdir(path))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*wrote"):
-        save_checkpoint(path, model, overwrite=True)
-    (path / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"manifest"):
-        save_checkpoint(path, model, overwrite=True)
-    assert sorted(os.listdir(path)) == before
-    assert os.listdir(tmp_path) == ["last"]
 
 
 def test_a_converted_file_has_every_name_of_a_tied_tensor_on_one_storage(tmp_path):

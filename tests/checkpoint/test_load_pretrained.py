@@ -292,7 +292,7 @@ def test_a_disk_that_fails_half_way_leaves_a_meta_model_on_meta(tmp_path):
             def fail(*_):
                 raise OSError(5, "Input/output error")
 
-            patch.setattr("shardkit.checkpoint.format.staged", fail)
+            patch.setattr("shardkit.checkpoint.byte_ranges.staged", fail)
         with pytest.raises(CheckpointError, match="rank 2: OSError"):
             load_pretrained(model, path)
     assert snapshot(model) == before

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit.checkpoint.asynchronous import ranks_of, sums_on_each, world
-from shardkit.checkpoint.format import DTYPES, File
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, check_written, laid_out, write_own
+from shardkit.checkpoint.byte_ranges import write_parts
+from shardkit.checkpoint.format import DTYPES, NewFile, Spec, plan_files
+from shardkit.checkpoint.save import check_savable, parts_to_write
+from shardkit.ranks import one_group, own_rank, sum_over_ranks
 from shardkit.shards import local_part
 
 # Dim 0 not divisible by 4 ranks, smaller than 4, 1, 0; scalars; more dims than one is sharded on.
@@ -112,8 +113,12 @@ def assert_holds(tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor
         assert same(local, expected), name
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> list[File]:
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> list[NewFile]:
     """Write ``model.safetensors`` from all ranks, each its own bytes, as save_checkpoint does."""
-    layout, groups = laid_out(tensors, "model", MAX_SHARD_SIZE), world()
-    check_written(layout, sums_on_each(lambda: write_own(directory, layout, ranks_of(groups)), layout.numbers, groups))
-    return layout.files
+    check_savable(tensors)
+    groups, ranks = one_group()
+    files, entries = plan_files(directory, "model", {n: Spec(t.dtype, t.shape) for n, t in tensors.items()})
+    parts = list(parts_to_write(tensors, entries, dict.fromkeys(tensors, 0)))
+    written = write_parts(files, parts, create=own_rank() == 0)
+    assert sum_over_ranks([count for count, _ in written.values()], groups) == [file.size for file in files]
+    return files

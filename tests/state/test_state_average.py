@@ -145,3 +145,12 @@ def test_what_does_not_fit_is_one_error():
         sharded_average(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="decay"):
         sharded_average(model, 1.5)
+
+
+def test_what_trains_only_later_is_refused():
+    model = build()
+    average = sharded_average(model)
+    average.update_parameters(model)
+    model[3].bias.requires_grad_(True)
+    with pytest.raises(ShardkitError, match=r"3\.bias trains now, and was frozen"):
+        average.update_parameters(model)
