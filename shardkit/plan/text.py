@@ -254,12 +254,13 @@ def reduce_replicated():
 """
 
 
-def python(plan: PlanData) -> str:
+def python(plan: PlanData, before: str = "") -> str:
     """Return code that shards the ``model`` in scope; it needs a process group of the mesh's size."""
     runs = fold(plan.units, calls)
     if any(children_first(replace(plan, units=tuple(chain(*runs))))):  # loops would shard a module before its child
         runs = [[unit] for unit in plan.units]
-    lines = [*_setup(plan), ""]
+    lines = [*_setup(plan), *before.splitlines(), ""]
+    lines += [f"# note: {note}" for note in plan.notes]
     if skipped := [unit.name for unit in plan.units if unit.may_skip]:
         where = f"each rank must call {listing(skipped, 6)} in every step, or the others wait"
         lines.append(f"# Not in this code: may_skip, which torch lacks; {where}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -19,8 +19,9 @@ from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
-from shardkit.planning.rules import Rule, Selection, check_settings, named_policy, select
-from shardkit.planning.tree import ModelTree, assign, split_problem, unit_of_entries
+from shardkit.planning.repair import join_ties, split_dtypes
+from shardkit.planning.rules import Overrides, Rule, Selection, check_settings, named_policy, select
+from shardkit.planning.tree import ModelTree, assign, has_forward, split_problem, unit_of_entries
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,54 @@ def plan_of(
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
+
+
+def plan_from_units(
+    tree: ModelTree,
+    units: Mapping[str, Overrides],
+    mesh: MeshSpec,
+    *,
+    ignored: Collection[str] = (),
+    prefetch: int = 0,
+) -> ShardingPlan:
+    """Return the plan whose units are these modules, by FQN, each with its settings; ``""`` is the root.
+
+    What torch would refuse is repaired as in the default rule, with a note: modules that share a
+    parameter become one unit, and modules of another dtype become units of their own. Modules without
+    a forward or without parameters are no units.
+    """
+    left_alone = frozenset(ignored)
+    places = {fqn: tree.places[fqn] for fqn in units}
+    uncalled = [fqn for fqn, entry in places.items() if fqn and not has_forward(tree.modules[entry])]
+    notes = []
+    if uncalled:
+        notes.append(f"{listing(uncalled, 6)}: has no forward, so the unit around it gathers its parameters")
+    selections = [
+        Selection((entry,), units[fqn], reshard=fqn != "")
+        for fqn, entry in places.items()
+        if fqn not in uncalled
+    ]
+    selections, tie_notes = join_ties(tree, selections, left_alone)
+    for selection in selections:
+        if len(selection.entries) > 1:
+            names = listing(tree.fqns[entry] for entry in selection.entries)
+            notes.append(f"{names}: share a parameter, so are one unit")
+    selections, _, dtype_notes = split_dtypes(tree, selections, left_alone)
+    owned, _ = assign(tree, [selection.entries for selection in selections], left_alone)
+    kept, empty = [], []
+    for selection, params in zip(selections, owned, strict=True):
+        policy = selection.overrides.get("mp_policy")
+        casts = policy is not None and policy.output_dtype is not None
+        is_unit = params or casts or selection.entries == (0,)
+        (kept if is_unit else empty).append(selection)
+    if empty:
+        names = listing((tree.fqns[entry] for each in empty for entry in each.entries), 4)
+        notes.append(f"{names}: without parameters of its own, so not a unit")
+    notes += [*tie_notes, *dtype_notes]
+    replicated = tree.unshardable
+    return plan_of(
+        tree, mesh, kept, Settings(), left_alone, replicated, prefetch=prefetch, notes=notes
+    )
 
 
 def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> frozenset[str]:
