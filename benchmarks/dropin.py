@@ -122,7 +122,7 @@ class Side:
 
     def synced(self, last: bool) -> AbstractContextManager[None]:
         """What a micro-batch runs in: FSDP1's ``no_sync``, and FSDP2's flag, until the last."""
-        if isinstance(self.model, FSDPModule):  # the drop-in's wrapper answers for the module's methods too
+        if isinstance(self.model, FSDPModule) and not isinstance(self.model, DropIn):  # the drop-in's wrapper answers for the module's methods too
             self.model.set_requires_gradient_sync(last)
             return nullcontext()
         return nullcontext() if last else self.model.no_sync()  # type: ignore[no-any-return]

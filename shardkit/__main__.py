@@ -12,8 +12,7 @@ from shardkit.errors import ShardkitError
 COMMANDS = {  # the module of each, in the order of --help
     "demo": "shardkit.demo",
     "plan": "shardkit.memory.report",
-    "translate": "shardkit.fsdp1.translate.cli",
-    "audit": "shardkit.fsdp1.audit",
+    "translate": "shardkit.fsdp1.configs.cli",
     "convert": "shardkit.checkpoint.convert",
     "env": "shardkit.testing.env",
 }

@@ -28,15 +28,39 @@ def run_fsdp1_policy(
     policy: Any, model: nn.Module, ignored_modules: set[nn.Module], kwargs: dict[str, Any]
 ) -> dict[nn.Module, dict[str, Any]]:
     """Return the modules that a policy object would wrap, each with the arguments of FSDP1 for it; pure."""
-    return cast("dict[nn.Module, dict[str, Any]]", policy._run_policy(model, ignored_modules, kwargs))
+    return cast(
+        "dict[nn.Module, dict[str, Any]]", policy._run_policy(model, ignored_modules, kwargs)
+    )
+
+
+def run_callable(
+    policy: Callable[..., bool],
+    model: nn.Module,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules below ``model`` that a callable policy would wrap, without arguments; pure.
+
+    torch's own walk, with a wrapper that only takes note and returns the module (torch 2.11 to 2.13).
+    """
+    found: dict[nn.Module, dict[str, Any]] = {}
+
+    def take_note(module: nn.Module) -> nn.Module:
+        found[module] = {}
+        return module
+
+    torch.distributed.fsdp.wrap._recursive_wrap(
+        model, policy, take_note, ignored_modules, ignored_params, only_wrap_children=True
+    )
+    return found
 
 
 def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
-    """Return the module classes that FSDP1 leaves in float32 under a wrapping policy: BatchNorm, as a rule.
+    """Return the module classes that FSDP1 leaves in float32 under a policy: BatchNorm, as a rule.
 
     The field is documented, and its name starts with an underscore (torch 2.11 to 2.13).
     """
-    return tuple(mixed_precision._module_classes_to_ignore)
+    return tuple(mixed_precision._module_classes_to_ignore) if mixed_precision else ()
 
 
 def set_local(param: Tensor, like: DTensor, local: Tensor) -> None:
@@ -61,7 +85,9 @@ def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
         # Read by that conversion only; the reduction asks the unit (torch 2.11 to 2.15).
         param.reduce_dtype = param.param_dtype or param.orig_dtype
         if hasattr(param, "unsharded_grad_dtype") and hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad_dtype = None  # torch 2.15 set the reduce dtype, which autograd accumulates in
+            param._unsharded_param.grad_dtype = (
+                None  # torch 2.15 set the reduce dtype, which autograd accumulates in
+            )
     try:
         yield
     finally:
@@ -85,7 +111,10 @@ def asked_by_checkpoint() -> bool:
     models of torch's own class only (torch 2.11 to 2.13).
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+    while (
+        frame is not None
+        and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict"
+    ):
         frame = frame.f_back
     return frame is not None
 
@@ -97,13 +126,17 @@ def reduce_unused_beside_used(model: nn.Module) -> None:
     None; optimizers then apply weight decay and momentum to them.
     """
     for unit in fsdp_units(model):
-        if getattr(unit.post_backward, "func", None) is not _post_backward:  # set already for an inner model
+        if (
+            getattr(unit.post_backward, "func", None) is not _post_backward
+        ):  # set already for an inner model
             unit.post_backward = partial(_post_backward, unit, unit.post_backward)
 
 
 @not_compiled
 def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
-    unit.reduce_scatter_unused_params = any(map(has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
+    unit.reduce_scatter_unused_params = any(
+        map(has_gradient, unit.fsdp_params)
+    )  # torch 2.13 reads it next
     original()
 
 
@@ -129,11 +162,3 @@ def gathered_sharded_tensor(tensor: Any) -> Tensor:
     from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 
     return _all_gather_sharded_tensor(tensor, tensor._process_group)
-
-
-def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """Return those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave the parameter. Local, pure.
-
-    FSDP1 read the attribute, FSDP2 does not (torch 2.11 to 2.13).
-    """
-    return getattr(param, "_in_backward_optimizers", [])

@@ -2,37 +2,34 @@
 
 Every public name of ``torch.distributed.fsdp`` is found here too, and those of its modules ``wrap``, ``api``,
 ``fully_sharded_data_parallel`` and ``sharded_grad_scaler`` in the modules of the same name. All but
-``FullyShardedDataParallel`` and ``ShardedGradScaler`` are torch's own objects, and so are its private modules.
+``FullyShardedDataParallel`` and ``ShardedGradScaler`` are torch's own objects. Private modules stay torch's.
 """
 
 import importlib
-import pkgutil
-import sys
 import typing
 
 import torch.distributed.fsdp
-from torch.distributed.fsdp import __all__ as __all__  # what a program's star import brings: FSDP1's names, not ours
+from torch.distributed.fsdp import (
+    __all__ as __all__,
+)  # what a program's star import brings: FSDP1's names, not ours
 
 from shardkit.fsdp1.configs import from_config as from_config
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
 from shardkit.fsdp1.translate import shard_like_fsdp1 as shard_like_fsdp1
 from shardkit.fsdp1.translate import translate_fsdp1 as translate_fsdp1
-from shardkit.fsdp1.translate.arguments import Note as Note
+from shardkit.fsdp1.translate.notes import SUPPORT as SUPPORT
+from shardkit.fsdp1.translate.notes import Note as Note
+from shardkit.fsdp1.translate.notes import Support as Support
 from shardkit.fsdp1.translate.shard import Translation as Translation
 from shardkit.fsdp1.translate.strategy import Resolved as Resolved
 from shardkit.fsdp1.translate.strategy import parse_strategy as parse_strategy
 from shardkit.fsdp1.translate.strategy import resolve_strategy as resolve_strategy
-from shardkit.replacements import SUPPORT as SUPPORT
-from shardkit.replacements import Support as Support
 
-if typing.TYPE_CHECKING:  # at run time by __getattr__, with whatever the installed torch has beside these
+if (
+    typing.TYPE_CHECKING
+):  # at run time by __getattr__, with whatever the installed torch has beside these
     from torch.distributed.fsdp import *  # type: ignore[assignment]  # noqa: F403  all but the class, which is ours
     from torch.distributed.fsdp import FlatParameter as FlatParameter
-
-for _found in pkgutil.iter_modules(torch.distributed.fsdp.__path__):
-    if _found.name.startswith("_") and not _found.ispkg:  # a package is FSDP2's
-        _torchs = importlib.import_module(f"torch.distributed.fsdp.{_found.name}")
-        sys.modules.setdefault(f"{__name__}.{_found.name}", _torchs)
 
 
 def __getattr__(name: str) -> typing.Any:

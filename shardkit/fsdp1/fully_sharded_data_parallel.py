@@ -3,7 +3,9 @@
 import typing as _typing
 
 import torch.distributed.fsdp.fully_sharded_data_parallel as _torchs
-from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType as OptimStateKeyType
+from torch.distributed.fsdp.fully_sharded_data_parallel import (
+    OptimStateKeyType as OptimStateKeyType,
+)
 
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
 

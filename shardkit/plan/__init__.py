@@ -77,15 +77,17 @@ class ShardingPlan(PlanData):
 
         return diff(self, other)
 
-    def to_python(self) -> str:
+    def to_python(self, before: str = "") -> str:
         """Return plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does.
+
+        ``before`` is code to run between building the mesh and sharding, such as a broadcast.
 
         It lacks what shardkit adds at run time: ``may_skip``, resharding after forwards without grad, calling any
         module first, and correct gradients of gradients. Of modules in tiles it cuts the first argument only.
         """
         from shardkit.plan.code import python
 
-        return python(self)
+        return python(self, before)
 
     def to_fsdp_plan(self) -> dict[str, str]:
         """Return the ``fsdp_plan`` of transformers' ``DistributedConfig``, which then shards the same modules.

@@ -118,8 +118,11 @@ def reduce_replicated():
 """
 
 
-def python(plan: PlanData) -> str:
-    """Return code that shards the ``model`` in scope; it needs a process group of the mesh's size."""
+def python(plan: PlanData, before: str = "") -> str:
+    """Return code that shards the ``model`` in scope; it needs a process group of the mesh's size.
+
+    ``before`` is code to run once the mesh is there and nothing is sharded.
+    """
     policies = {unit.checkpoint_activations for unit in plan.units} - {False}
     cast = plan.replicated_modules()
     code = [_HEADER.rstrip()]
@@ -136,7 +139,9 @@ def python(plan: PlanData) -> str:
     if any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units):
         code.append(_DIVIDE)
 
-    code += ["", *_setup_code(plan), ""]
+    code += ["", *_setup_code(plan), *before.splitlines(), ""]
+    for note in plan.notes:
+        code.append(f"# note: {note}")
     skipped = [unit.name for unit in plan.units if unit.may_skip]
     if skipped:
         code.append(

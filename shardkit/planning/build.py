@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -19,8 +19,22 @@ from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.repair import join_ties, split_dtypes
-from shardkit.planning.rules import Rule, Selection, check_settings, policy_name, select
-from shardkit.planning.tree import ModelTree, ModuleNode, assign, tie_problem, units_around
+from shardkit.planning.rules import (
+    Overrides,
+    Rule,
+    Selection,
+    check_settings,
+    policy_name,
+    select,
+)
+from shardkit.planning.tree import (
+    ModelTree,
+    ModuleNode,
+    assign,
+    has_forward,
+    tie_problem,
+    units_around,
+)
 
 
 @dataclass(frozen=True)
@@ -198,6 +212,57 @@ def plan_of(tree: ModelTree, mesh: MeshSpec, draft: Draft) -> ShardingPlan:
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
+
+
+def plan_from_units(
+    tree: ModelTree,
+    units: Mapping[str, Overrides],
+    mesh: MeshSpec,
+    *,
+    ignored: Collection[str] = (),
+    prefetch: int = 0,
+) -> ShardingPlan:
+    """Return the plan whose units are these modules, by FQN, each with its settings.
+
+    ``""`` is the root. What torch would refuse is repaired as in the default rule, with a note:
+    modules that share a parameter become one unit, and modules of another dtype become units of
+    their own. Modules without a forward or without parameters are no units.
+    """
+    notes = []
+    selections, uncalled = [], []
+    for fqn, settings in units.items():
+        node = tree.find(fqn)
+        if node is tree.root or has_forward(node.module):
+            selections.append(Selection((node,), settings, reshard=node is not tree.root))
+        else:
+            uncalled.append(fqn)
+    if uncalled:
+        notes.append(
+            f"{listing(uncalled, 6)}: has no forward, so the unit around it gathers its parameters"
+        )
+
+    left_alone = set(ignored)
+    selections, tie_notes = join_ties(tree, selections, left_alone)
+    for selection in selections:
+        if len(selection.modules) > 1:
+            names = listing(node.fqn for node in selection.modules)
+            notes.append(f"{names}: share a parameter, so are one unit")
+    selections, _, dtype_notes = split_dtypes(tree, selections, left_alone)
+
+    owned, _ = assign(tree, [selection.modules for selection in selections], left_alone)
+    kept, empty = [], []
+    for selection, params in zip(selections, owned, strict=True):
+        policy = selection.overrides.get("mp_policy")
+        casts = policy is not None and policy.output_dtype is not None
+        if params or casts or tree.root in selection.modules:
+            kept.append(selection)
+        else:
+            empty += [node.fqn for node in selection.modules]
+    if empty:
+        notes.append(f"{listing(empty, 4)}: without parameters of its own, so not a unit")
+    draft = Draft(kept, Settings(), left_alone, tree.unshardable(), prefetch=prefetch)
+    draft.notes = [*notes, *tie_notes, *dtype_notes]
+    return plan_of(tree, mesh, draft)
 
 
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:

@@ -26,7 +26,6 @@ ANY_FSDP2_MODEL = {"runtime", "meta", "grads", "optim", "state", "checkpoint"}
 EVERYTHING = CORE | ANY_FSDP2_MODEL | {"memory", "watching", "fsdp1"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "replacements": set(),  # a table
     "_torch": {"errors"},
     "_fsdp": set(),
     "plan": {"errors"},
@@ -40,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "activations": {"errors"},
     "memory": DECIDING | {"_fsdp", "tiles", "activations", "runtime"},
     "apply": DECIDING | {"ranks", "references", "runtime", "_fsdp", "shards", "tiles", "activations"},
-    "api": DECIDING | {"apply", "replacements"},
+    "api": DECIDING | {"apply"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"references"},
     "grads": STATE | {"runtime"},
@@ -49,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": STATE | {"state", "meta"},
     "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
     "watching": {"errors", "ranks", "shards", "grads", "_fsdp"},
-    "fsdp1": EVERYTHING - {"fsdp1"} | {"replacements"},
+    "fsdp1": EVERYTHING - {"fsdp1"},
     "integrations": {"errors", "_fsdp", "optim"},  # other trainers, for any FSDP2 model; nothing imports it
     "__init__": {"_torch"},
     "testing": {"errors", "plan", "_fsdp", "api"},

@@ -106,7 +106,7 @@ def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
     [
         ("README.md", 1),
         ("docs/the-plan.md", 5),
-        ("docs/migrating-from-fsdp1.md", 3),
+        ("docs/migrating-from-fsdp1.md", 2),
     ],
 )
 def test_the_output_on_a_page_is_what_its_code_prints(page, outputs, tmp_path, monkeypatch):

@@ -1,29 +1,23 @@
-"""Read a configuration: its file, kinds of values, and tables that answer for every key exactly once."""
+"""Read a configuration file by tables: every key of a section gets one value and one note."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.translate.arguments import Note
-from shardkit.replacements import Support
-
-_FALSE = ("false", "no", "off", "0")
-_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(_FALSE, False)
-_DTYPES = dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16) | dict.fromkeys(("fp16", "float16"), torch.float16)
-_DTYPES |= dict.fromkeys(("fp32", "float32"), torch.float32)
+from shardkit.fsdp1.translate.notes import Note
 
 
 class Kind(NamedTuple):
-    """A kind of value: what it is and an example, for errors, and a function that parses it or raises ValueError."""
+    """A kind of value: what it is and an example, for errors; ``parse`` raises ValueError."""
 
     what: str
     example: str
@@ -34,14 +28,14 @@ def choice(names: Iterable[str], numbered: bool = False) -> Kind:
     """One of ``names`` in any case; with ``numbered`` also its number from 1, as in accelerate."""
     names = tuple(names)
     by_text = {name.lower(): name for name in names}
-    by_text |= {str(number): name for number, name in enumerate(names, 1)} if numbered else {}
-    places = f", or their number from 1 to {len(names)}" if numbered else ""
-    return Kind(f"one of {', '.join(names)}{places}", names[0], _lookup(by_text))
+    if numbered:
+        by_text |= {str(number): name for number, name in enumerate(names, 1)}
+    return Kind(f"one of {', '.join(names)}", names[0], _lookup(by_text))
 
 
 def _lookup(table: Mapping[str, Any]) -> Callable[[Any], Any]:
     def parse(value: Any) -> Any:
-        text = re.sub(r"^[A-Za-z_.]+\.", "", str(value).strip()).lower()  # of an enum or a dtype the last part
+        text = re.sub(r"^[A-Za-z_.]+\.", "", str(value).strip()).lower()  # the last part of an enum
         if text not in table:
             raise ValueError
         return table[text]
@@ -49,37 +43,59 @@ def _lookup(table: Mapping[str, Any]) -> Callable[[Any], Any]:
     return parse
 
 
-def _integer(value: Any, least: int = 0) -> int:
-    number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else -1.0
-    if number < least or not number.is_integer():  # YAML reads 1e8 as text
+def _number(value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError
+    try:
+        number = float(value)  # YAML reads 1e8 as text
+    except TypeError:
+        raise ValueError from None
+    if number < 0 or not number.is_integer():
         raise ValueError
     return int(number)
 
 
+def _ranks(value: Any) -> int:
+    if not _number(value):
+        raise ValueError
+    return _number(value)
+
+
 def _names(value: Any) -> tuple[str, ...]:
     items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) and item.strip() for item in items):
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ValueError
-    return tuple(dict.fromkeys(item.strip() for item in items))
+    return tuple(item.strip() for item in items)
 
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES |= {"float16": torch.float16, "fp32": torch.float32, "float32": torch.float32}
 
 BOOLEAN = Kind("true or false", "true", _lookup(_BOOLEANS))
-NUMBER = Kind("a whole number, 0 or more", "100000000", _integer)
-RANKS = Kind("a number of ranks, at least 1", "8", lambda value: _integer(value, 1))
+NUMBER = Kind("a whole number, 0 or more", "100000000", _number)
+RANKS = Kind("a number of ranks, at least 1", "8", _ranks)
 DTYPE = Kind("a dtype such as bf16 or float32", "bf16", _lookup(_DTYPES))
-NAMES = Kind("a name, names with commas between them, or a list of names", "LlamaDecoderLayer", _names)
-GIVEN = Kind("", "", lambda value: bool(value) and str(value).lower() not in _FALSE)
-
-# An answer is "support: sentence", where {} stands for the value.
-Table: TypeAlias = Mapping[str, "Key | str"]
+NAMES = Kind("a name, or a list of names", "LlamaDecoderLayer", _names)
+GIVEN = Kind("", "", lambda value: str(value).lower() not in ("", "false", "no", "[]", "{}"))
 
 
 class Key(NamedTuple):
-    """A key in a table: its kind of value; one answer, one for each value, or a function to one; its default."""
+    """A key in a table: its kind of value; an answer, or one for each value; its default.
+
+    An answer is ``"support: sentence"``, where ``{}`` stands for the value.
+    """
 
     kind: Kind
-    answers: str | Mapping[Any, str] | Callable[[Any], str]
+    answer: str | Mapping[Any, str]
     default: Any = None
+
+
+# By one key or several: a Key, an answer whatever the value, or SECTION, which is read by itself.
+# A key that ends in * answers for all that begin so and have no row of their own.
+Table: TypeAlias = Mapping[str, "Key | str"]
+SECTION = "elsewhere: Empty, or not read beside the others."
 
 
 def switch(on: str, off: str = "implied: Off.", default: bool = False, kind: Kind = BOOLEAN) -> Key:
@@ -87,136 +103,90 @@ def switch(on: str, off: str = "implied: Off.", default: bool = False, kind: Kin
     return Key(kind, {True: on, False: off}, default)
 
 
-def given(on: str, off: str = "implied: None.") -> Key:
+def given(on: str) -> Key:
     """A key for which only matters whether it is set."""
-    return switch(on, off, kind=GIVEN)
+    return switch(on, "implied: None.", kind=GIVEN)
 
 
-class Reader:
-    """The keys of one section of a configuration.
+class Config:
+    """A configuration, the notes on its keys, and the problems with their values."""
 
-    A format reads the keys that it knows, by a table or one by one, and answers for each. Invalid values are collected
-    in ``problems``, which ``finish`` raises at once. Keys without an answer are unknown.
-    """
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        self.values = values
+        self.notes: list[Note] = []
+        self.problems: list[str] = []
 
-    def __init__(
-        self, section: Mapping[Any, Any], path: str = "", prefix: str = "", around: Reader | None = None
-    ) -> None:
-        """Read a section at ``path``, whose keys may start with ``prefix``, as in ``fsdp_offload_params``."""
-        self._path, self._prefix = path, prefix
-        self._values = {str(key): value for key, value in section.items()}
-        self.problems: list[str] = around.problems if around else []  # what finish raises, of all sections
-        self._asked: set[str] = set()
-        self._answers: dict[str, Note | Reader | None] = {}  # by key as it is written; None is one with a problem
-        self._beginnings: dict[str, str] = {}  # of keys that nothing else answers for
+    def section(self, path: str = "") -> Mapping[Any, Any]:
+        """Return the section at a dotted path, empty if there is none."""
+        found: Any = self.values
+        for key in path.split(".") if path else ():
+            found = found.get(key) or {}
+            if not isinstance(found, Mapping):
+                problem = f"must be a section of keys and values, got {found!r}"
+                self.problem(path, problem, "Indent its keys below it")
+                return {}
+        return found
 
-    def __contains__(self, key: str) -> bool:
-        return self._spelling(key) is not None
+    def read(self, table: Table, path: str = "", prefix: str = "") -> dict[str, Any]:
+        """Answer for each key of a section; return the values of the table's Keys, by name.
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield the keys as written."""
-        return iter(self._values)
-
-    def raw(self, key: str) -> Any:
-        """Return the value as written, None if the key is absent."""
-        return self._values.get(self._spelling(key) or "")
-
-    def get(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """Return the parsed value of a key, or ``default`` if it is absent, null, or invalid, which is a problem."""
-        value = self.raw(key)
-        if value is None:
-            return default
-        try:
-            return kind.parse(value)
-        except ValueError:
-            self.problem(key, f"must be {kind.what}, got {value!r}", f"Use {kind.example}")
-            return default
-
-    def take(self, key: str, row: Key) -> Any:
-        """Answer for a key as the table says, and return its value."""
-        value, answers = self.get(key, row.kind, row.default), row.answers
-        if callable(answers):
-            self.note(key, answers(value))
-        else:
-            shown = " and ".join(value) if isinstance(value, tuple) else value
-            self.note(key, (answers if isinstance(answers, str) else answers[value]).format(shown))
-        return value
-
-    def read(self, table: Table) -> dict[str, Any]:
-        """Answer for all keys of a table, and return the values of those that have a kind.
-
-        A row may name several keys; one that ends in ``*`` answers for keys with that prefix that have no other answer.
+        Keys may be written with ``prefix``, as in ``fsdp_offload_params``.
         """
-        rows = [(word, row) for words, row in table.items() for word in words.split()]
-        for word, row in rows:
-            if isinstance(row, str) and word.endswith("*"):
-                self._beginnings[word[:-1]] = row
-            elif isinstance(row, str):
-                self.note(word, row)
-        return {word: self.take(word, row) for word, row in rows if isinstance(row, Key)}
+        rows = {word: row for words, row in table.items() for word in words.split()}
+        found = {word: row.default for word, row in rows.items() if isinstance(row, Key)}
+        section = self.section(path)
+        if section:  # whose keys answer instead
+            self.notes = [note for note in self.notes if note.argument != path]
+        for written, value in section.items():
+            place = f"{path}.{written}" if path else str(written)
+            key = str(written).removeprefix(prefix)
+            key = key if key in rows else str(written)
+            row = rows.get(key) or _answer_to_beginning(rows, key, prefix)
+            if isinstance(row, Key):
+                self._parse(found, key, place, value, row)
+            else:
+                self.notes.append(Note.of(place, value, row))
+        return found
 
-    def note(self, key: str, answer: str) -> None:
-        """Answer for a key, unless it is absent or already a problem."""
-        spelling = self._spelling(key)
-        if spelling is not None and self._answers.get(spelling, ...) is not None:
-            assert spelling not in self._answers, f"{self._place(spelling)} is answered for twice"
-            self._answers[spelling] = self._noted(spelling, answer)
+    def _parse(self, found: dict[str, Any], key: str, place: str, value: Any, row: Key) -> None:
+        try:
+            parsed = row.default if value is None else row.kind.parse(value)
+        except ValueError:
+            fix = f"Use {row.kind.example}"
+            self.problem(place, f"must be {row.kind.what}, got {value!r}", fix)
+            return
+        found[key] = parsed
+        answer = row.answer if isinstance(row.answer, str) else row.answer[parsed]
+        shown = " and ".join(parsed) if isinstance(parsed, tuple) else parsed
+        self.notes.append(Note.of(place, value, answer.format(shown)))
 
-    def section(self, key: str, prefix: str = "") -> Reader:
-        """Return a reader of the keys below ``key``, an empty one if the section is absent or empty."""
-        value = self.raw(key)
-        filled = isinstance(value, Mapping) and len(value) > 0
-        inner = Reader(value if filled else {}, self._place(self._spelling(key) or key), prefix, self)
-        if filled:
-            self._answers[self._spelling(key) or key] = inner
-        elif value is None or isinstance(value, Mapping):
-            self.note(key, "elsewhere: It is empty.")
-        else:
-            self.problem(key, f"must be a section of keys and values, got {value!r}", "Indent its keys below it")
-        return inner
+    def answer(self, place: str, answer: str) -> None:
+        """Answer for a key, as other keys decide, instead of what the table says."""
+        for index, note in enumerate(self.notes):
+            if note.argument == place:
+                self.notes[index] = Note.of(place, note.value, answer)
 
-    def problem(self, key: str, problem: str, fix: str) -> None:
-        """Record an error for ``finish`` to raise, which answers for the key."""
-        self._answers[self._spelling(key) or key] = None
-        self.problems.append(message(self._place(self._spelling(key) or key), problem, "", fix))
+    def problem(self, place: str, problem: str, fix: str) -> None:
+        """Record an error, which ``finish`` raises together with all others."""
+        self.problems.append(message(place, problem, "", fix))
 
     def finish(self) -> tuple[Note, ...]:
-        """Return a note for every key, in the order of the file, or raise all problems at once."""
+        """Return the notes, or raise all problems at once."""
         if self.problems:
             raise TranslationError("\n".join(dict.fromkeys(self.problems)))
-        return tuple(self.notes())
+        return tuple(self.notes)
 
-    def notes(self) -> Iterator[Note]:
-        """Yield a note for each key here and below, in the order of the file."""
-        absent = [key for key in self._asked if self._spelling(key) is None]
-        for key in self._values:
-            answer = self._answers.get(key, ...)
-            if isinstance(answer, Reader):
-                yield from answer.notes()
-            elif isinstance(answer, Note):
-                yield answer
-            elif answer is ...:
-                near = get_close_matches(key.removeprefix(self._prefix), absent, n=1, cutoff=0.8)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                unknown = f"unknown: shardkit does not know this key and ignores it.{hint}"
-                begun = (answer for beginning, answer in self._beginnings.items() if key.startswith(beginning))
-                yield self._noted(key, unknown if near else next(begun, unknown))
 
-    def _noted(self, spelling: str, answer: str) -> Note:
-        support, _, sentence = answer.partition(": ")
-        value = self._values[spelling]
-        text = value if isinstance(value, str) else repr(value)
-        text = text if len(text) <= 60 else f"{text[:57]}..."
-        return Note(self._place(spelling), text, cast(Support, support), sentence)
-
-    def _place(self, spelling: str) -> str:
-        return f"{self._path}.{spelling}" if self._path else spelling
-
-    def _spelling(self, key: str) -> str | None:
-        """Return the key as written, with the prefix or without; None if it is absent."""
-        self._asked.add(key)
-        with_prefix = f"{self._prefix}{key}"
-        return key if key in self._values else with_prefix if with_prefix in self._values else None
+def _answer_to_beginning(rows: Mapping[str, Key | str], key: str, prefix: str) -> str:
+    """Return the answer for a key without a row: of those that begin so, or that it is unknown."""
+    unknown = "unknown: shardkit does not know this key and ignores it."
+    near = get_close_matches(key.removeprefix(prefix), rows, n=1, cutoff=0.85)
+    if near:
+        return f"{unknown} Did you mean {near[0]}?"
+    for word, row in rows.items():
+        if word.endswith("*") and key.startswith(word[:-1]) and isinstance(row, str):
+            return row
+    return unknown
 
 
 def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
@@ -231,8 +201,11 @@ def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
     try:
         found = parse(file.read_text())
     except (OSError, UnicodeDecodeError, invalid) as error:
-        raise TranslationError(message(str(file), f"cannot be read: {error}", "", "Give a valid file")) from None
+        problem = f"cannot be read: {error}"
+        raise TranslationError(message(str(file), problem, "", "Give a valid file")) from None
     if not isinstance(found, Mapping):
-        problem = f"must be a mapping of keys to values, got {'nothing' if found is None else type(found).__name__}"
-        raise TranslationError(message(str(file), problem, "", "Give the file that the training script reads"))
+        kind = "nothing" if found is None else type(found).__name__
+        problem = f"must be a mapping of keys to values, got {kind}"
+        fix = "Give the file that the training script reads"
+        raise TranslationError(message(str(file), problem, "", fix))
     return found

@@ -22,15 +22,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from shardkit._fsdp.fsdp1 import TOTAL_NORM
 from shardkit.errors import message
 from shardkit.fsdp1.dropin import optimizers, tensors
-from shardkit.fsdp1.dropin.record import Unavailable, wrappers_of
-from shardkit.replacements import private
+from shardkit.fsdp1.dropin.record import Unavailable, wrapped_in
 
-_STATICS = [name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"]
+_STATICS = [
+    name
+    for name, value in vars(TorchFSDP).items()
+    if isinstance(value, staticmethod) and name[0] != "_"
+]
 GUARDED = (*_STATICS, "clip_grad_norm_", "no_sync")
 PRIVATE = {  # functions that programs call on a model, by the module of torch.distributed.fsdp
     "_traversal_utils": ("_get_fsdp_states", "_get_fsdp_handles"),
     "_runtime_utils": ("_get_fsdp_root_states", "_lazy_init", "_reshard", "_unshard"),
 }
+_FIX = "Use model.parameters(), whose members are DTensors, and methods of FSDPModule"
 _MODEL = ("module", "model", "self", "root_module")  # what the model is called in their signatures
 
 _undo = ExitStack()
@@ -79,7 +83,7 @@ def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         model = _model_of(signature, args, kwargs)
-        if model is None or _is_torchs(inspect.currentframe()) or not wrappers_of(model):
+        if model is None or _is_torchs(inspect.currentframe()) or not wrapped_in(model):
             return original(*args, **kwargs)
         return ours(*args, **kwargs)
 
@@ -88,10 +92,12 @@ def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     rule = "It works on flat parameters and their handles, which FSDP2 does not have"
-    raise Unavailable(message(name, "is a private function of torch's FSDP1", rule, private(name).fix()))
+    raise Unavailable(message(name, "is a private function of torch's FSDP1", rule, _FIX))
 
 
-def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
+def _model_of(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> nn.Module | None:
     """Return the model among the arguments; None where they do not match the signature, which torch will report."""
     try:
         given = signature.bind(*args, **kwargs).arguments

@@ -22,13 +22,18 @@ from shardkit._fsdp.fsdp1 import is_sharded_tensor
 from shardkit._torch.dispatch import tree_map
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin import optimizers
-from shardkit.fsdp1.dropin.record import Unavailable, record_of, wrappers_of
+from shardkit.fsdp1.dropin.record import Unavailable, record_of, wrapped_in
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
 from shardkit.ranks import groups_of, together
 from shardkit.shards import device_of, replicated
 from shardkit.state.model import parameter_names
 from shardkit.state.optimizer import full_optimizer_state_dict, sharded_optimizer_state_dict
-from shardkit.state.optimizer_load import by_name, check_names, install, load_full_optimizer_state_dict
+from shardkit.state.optimizer_load import (
+    by_name,
+    check_names,
+    install,
+    load_full_optimizer_state_dict,
+)
 
 _FSDP = "FullyShardedDataParallel"
 
@@ -106,7 +111,9 @@ def optim_state_dict_to_load(
     """
     if is_named_optimizer:
         fix = "Pass the torch.optim.Optimizer that it wraps, or use load_full_optimizer_state_dict"
-        raise Unavailable(message("is_named_optimizer=True", "is not supported", "State is loaded by number", fix))
+        raise Unavailable(
+            message("is_named_optimizer=True", "is not supported", "State is loaded by number", fix)
+        )
     from_rank0 = getattr(_config_of(model), "rank0_only", False)
     result = _to_load(model, optim, optim_state_dict, from_rank0=from_rank0)
     if load_directly:
@@ -151,12 +158,20 @@ def flatten_sharded_optim_state_dict(
     return _to_load(model, optim, sharded_optim_state_dict)
 
 
+def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> None:
+    """Raise Unavailable."""
+    rule = "optim_state_dict gives state by name, and optim_state_dict_to_load by number"
+    raise Unavailable(message("rekey_optim_state_dict", "is not supported", rule, ""))
+
+
 def _warn(name: str, replacement: str, optim_input: object = None) -> None:
     text = f"{_FSDP}.{name} is deprecated. Use {_FSDP}.{replacement}."
     warnings.warn(text, FutureWarning, stacklevel=3)
     if optim_input is not None:
         rule = "The optimizer itself says which parameters it holds"
-        raise Unavailable(message("optim_input", "is not supported", rule, "Leave it out, and pass optim"))
+        raise Unavailable(
+            message("optim_input", "is not supported", rule, "Leave it out, and pass optim")
+        )
 
 
 def _config_of(model: nn.Module) -> OptimStateDictConfig:
@@ -170,7 +185,9 @@ def _config_of(model: nn.Module) -> OptimStateDictConfig:
 class _StandIn(Optimizer):
     """What the functions of ``shardkit.state`` read of an optimizer; it records what they load."""
 
-    def __init__(self, model: nn.Module, optim: Optimizer | None, packed: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, optim: Optimizer | None, packed: Mapping[str, Any] | None = None
+    ) -> None:
         numbered = list(model.parameters())
         groups: Any = optim.param_groups if optim is not None else [{"params": numbered}]
         self.param_groups, self.state = groups, optim.state if optim is not None else {}  # type: ignore[assignment]
@@ -185,11 +202,18 @@ class _StandIn(Optimizer):
 
 
 def _save(
-    model: nn.Module, optim: Optimizer, config: OptimStateDictConfig, given: Mapping[str, Any] | None = None
+    model: nn.Module,
+    optim: Optimizer,
+    config: OptimStateDictConfig,
+    given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     optimizers.settle(optim)
     source = optim if given is None else _StandIn(model, optim, given)
-    device = torch.device("cpu") if config.offload_to_cpu else device_of(record_of(wrappers_of(model)[0]).mesh)
+    device = (
+        torch.device("cpu")
+        if config.offload_to_cpu
+        else device_of(record_of(wrapped_in(model)[0]).mesh)
+    )
     if isinstance(config, FullOptimStateDictConfig):
         with together(groups_of(model), call="optim_state_dict") as poll:
             state = sharded_optimizer_state_dict(model, source)["state"]
@@ -199,14 +223,20 @@ def _save(
     def copy_of(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return copy.copy(value)
-        return copied(value, device if value.ndim else None)  # a step is on the CPU wherever its parameter is
+        return copied(
+            value, device if value.ndim else None
+        )  # a step is on the CPU wherever its parameter is
 
     made: dict[str, Any] = tree_map(copy_of, sharded_optimizer_state_dict(model, source))
     return made
 
 
 def _to_load(
-    model: nn.Module, optim: Optimizer | None, given: Mapping[str, Any] | None, *, from_rank0: bool = False
+    model: nn.Module,
+    optim: Optimizer | None,
+    given: Mapping[str, Any] | None,
+    *,
+    from_rank0: bool = False,
 ) -> dict[str, Any]:
     if optim is not None:
         optimizers.settle(optim)
@@ -219,9 +249,12 @@ def _to_load(
     found = by_name(given or {})
     check_names([stand_in], names, found)
     state = {
-        fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()} for fqn, entry in found["state"].items()
+        fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()}
+        for fqn, entry in found["state"].items()
     }
-    install([stand_in], names, {"state": state, "param_groups": copy.deepcopy(found["param_groups"])})
+    install(
+        [stand_in], names, {"state": state, "param_groups": copy.deepcopy(found["param_groups"])}
+    )
     return stand_in.packed  # type: ignore[return-value]
 
 
@@ -235,4 +268,8 @@ def _placed(value: Any, param: nn.Parameter) -> Any:
     if isinstance(found, DTensor):
         return copied(found, param.to_local().device)
     # Of another shape, such as the row and column means of Adafactor: a DTensor, since it was computed from one.
-    return replicated(found.to(param.to_local().device, copy=True), param.device_mesh) if found.ndim else found.clone()
+    return (
+        replicated(found.to(param.to_local().device, copy=True), param.device_mesh)
+        if found.ndim
+        else found.clone()
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -28,18 +29,18 @@ from torch.distributed.tensor import DTensor
 from shardkit import _fsdp
 from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, is_sharded_tensor
 from shardkit._torch import local_tensor, state_dict_metadata, with_state_dict_metadata
-from shardkit.fsdp1.dropin.record import (
-    WRAPPED,
-    inner_of,
-    record_of,
-    sharded_of,
-    wrappers_of,
-    wrappers_or_refuse,
-)
+from shardkit.fsdp1.dropin.record import is_wrapped, record_of, wrapped_in, wrapped_or_refuse
 from shardkit.runtime.hooks import reshard
 from shardkit.shards import as_sharded, device_of, local_part
 from shardkit.state.full_params import full_params
-from shardkit.state.model import clean_name, full_state_dict, is_extra, live_tensors, sharded_state_dict, wants_live
+from shardkit.state.model import (
+    clean_name,
+    full_state_dict,
+    is_extra,
+    live_tensors,
+    sharded_state_dict,
+    wants_live,
+)
 
 # Of models and of optimizers.
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -73,7 +74,7 @@ def set_state_dict_type(
         state_dict_type, state_dict_config or config(), optim_state_dict_config or optim_config()
     )
     before = get_state_dict_type(module)
-    for wrapper in wrappers_of(module):
+    for wrapper in wrapped_in(module):
         record_of(wrapper).state_dict_settings = replace(settings)
     return before
 
@@ -84,7 +85,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
     Raises:
         TranslationError: the model is sharded, but not wrapped.
     """
-    found = wrappers_or_refuse(module, "state_dict_type")
+    found = wrapped_or_refuse(module, "state_dict_type")
     return record_of(found[0]).state_dict_settings if found else None
 
 
@@ -101,7 +102,7 @@ def state_dict_type(
         >>> with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
         ...     state = model.state_dict()
     """
-    records = [record_of(wrapper) for wrapper in wrappers_of(module)]
+    records = [record_of(wrapper) for wrapper in wrapped_in(module)]
     before = [record.state_dict_settings for record in records]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
@@ -117,9 +118,13 @@ def state_dict_type(
 def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> Any:
     """Return the state of a wrapped model by its settings, in ``destination`` if given. Collective if FULL."""
     if wants_live():
-        return nn.Module.state_dict(wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return nn.Module.state_dict(
+            wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
     found = _by_settings(wrapper)
-    metadata = {f"{prefix}{name}".rstrip("."): each for name, each in state_dict_metadata(found).items()}
+    metadata = {
+        f"{prefix}{name}".rstrip("."): each for name, each in state_dict_metadata(found).items()
+    }
     destination = OrderedDict() if destination is None else destination
     destination.update((prefix + name, value) for name, value in found.items())
     return with_state_dict_metadata(destination, {**state_dict_metadata(destination), **metadata})
@@ -133,16 +138,30 @@ def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
     """
     record, settings = record_of(wrapper), get_state_dict_type(wrapper)
     assert settings is not None, "it is a wrapper"
-    config, full = settings.state_dict_config, settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    config, full = (
+        settings.state_dict_config,
+        settings.state_dict_type is StateDictType.FULL_STATE_DICT,
+    )
     if asked_by_checkpoint():
         config, full = ShardedStateDictConfig(), False
     full = full or record.strategy is ShardingStrategy.NO_SHARD
     device = torch.device("cpu") if config.offload_to_cpu else device_of(record.mesh)
-    if full and not record.summoned:  # summoned: the parameters are plain, perhaps on this rank alone
-        found = full_state_dict(wrapper, rank0_only=getattr(config, "rank0_only", False), device=device)
+    if (
+        full and not record.summoned
+    ):  # summoned: the parameters are plain, perhaps on this rank alone
+        found = full_state_dict(
+            wrapper, rank0_only=getattr(config, "rank0_only", False), device=device
+        )
         seen: set[int] = set()
-        for name, value in found.items():  # as in FSDP1, tied tensors have memory of their own: safetensors asks for it
-            found[name] = value.clone() if id(value) in seen and isinstance(value, Tensor) else value
+        for (
+            name,
+            value,
+        ) in (
+            found.items()
+        ):  # as in FSDP1, tied tensors have memory of their own: safetensors asks for it
+            found[name] = (
+                value.clone() if id(value) in seen and isinstance(value, Tensor) else value
+            )
             seen.add(id(value))
     else:
         found = sharded_state_dict(wrapper)
@@ -150,12 +169,11 @@ def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
         for name, value in found.items():
             if isinstance(value, Tensor) and not (is_live or is_extra(name)):
                 found[name] = copied(value, torch.device("cpu") if config.offload_to_cpu else None)
-    cast = {place: dtype for each in wrappers_of(wrapper) for place, dtype in record_of(each).buffer_dtypes.items()}
-    for fqn, module in wrapper.named_modules(remove_duplicate=False) if cast else ():
-        for name in module._buffers:
+    for fqn, module in wrapper.named_modules():
+        for name, dtype in record_of(module).buffer_dtypes.items() if is_wrapped(module) else ():
             clean = clean_name(f"{fqn}.{name}".lstrip("."))
-            if (module, name) in cast and clean in found:
-                found[clean] = found[clean].to(cast[module, name])
+            if clean in found:
+                found[clean] = found[clean].to(dtype)
     return found
 
 
@@ -177,28 +195,35 @@ def attach(wrapper: nn.Module) -> None:
 
 @torch.no_grad()
 def _before_load(
-    wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: object
+    wrapper: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    *others: object,
 ) -> None:
     """Rename state as ``nn.Module`` looks for it, and give each value the layout of the tensor that it is for.
 
     Values may be full, DTensors, or ShardedTensors of FSDP1, whatever ``state_dict_type`` was set to. Collective if
     values are sharded otherwise than the model; every rank then loads the same names.
     """
-    given = [name for name in state_dict if name.startswith(prefix)]
-    if any(name.startswith(f"{prefix}{WRAPPED}.") for name in given):
-        return  # an outer wrapper did
     if not record_of(wrapper).summoned:
-        reshard(wrapper)  # otherwise values would go into full parameters, which resharding throws away
+        reshard(wrapper)  # values would go into full parameters, which resharding throws away
     with live_tensors():
         live = nn.Module.state_dict(wrapper, keep_vars=True)
-    offered = {clean_name(name.removeprefix(prefix)): name for name in given}
+    offered = {
+        clean_name(name.removeprefix(prefix)): name
+        for name in state_dict
+        if name.startswith(prefix)
+    }
     for found, tensor in live.items():  # in the model's order, which is the same on all ranks
         if (name := offered.get(clean_name(found))) is None:
             continue
         value = part_of(state_dict.pop(name), tensor)
         if metadata.get("assign_to_params_buffers", False) and isinstance(value, DTensor):
             value = copied(value, None)  # as a view of the full tensor it would keep that alive
-        state_dict[prefix + found] = value
+        # checkpoint_wrapper adds its part of a name by a hook of its own; torch.compile does not.
+        by_hook = name.replace("_checkpoint_wrapped_module.", "") == prefix + found
+        state_dict[name if by_hook else prefix + found] = value
 
 
 def _after_load(wrapper: nn.Module, keys: Any) -> None:
@@ -261,20 +286,24 @@ def summon_full_params(
         ShardkitError: inside a forward or a backward.
         TranslationError: the model is sharded, but not wrapped.
     """
-    found = wrappers_or_refuse(module, "summon_full_params")
+    found = wrapped_or_refuse(module, "summon_full_params")
     wrappers = [each for each in found if recurse or each is module]
-    records = [record for record in map(record_of, wrappers) if not record.summoned]  # others are full already
+    records = [
+        record for record in map(record_of, wrappers) if not record.summoned
+    ]  # others are full already
     if not records:
         yield
         return
-    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in records) and not rank0_only
-    if not recurse and (sharded := sharded_of(wrappers[0])) is not None:
-        _fsdp.initialize(sharded)  # as a root: units inside it then gather themselves as parts of it
+    shown = (
+        all(record.strategy is ShardingStrategy.NO_SHARD for record in records) and not rank0_only
+    )
+    if not recurse and isinstance(module, FSDPModule):
+        _fsdp.initialize(module)  # as a root: units inside it then gather themselves as parts of it
     for record in records:
         record.summoned = True
     try:
         with full_params(
-            module if recurse else inner_of(wrappers[0]),
+            module,
             writeback=writeback or shown,
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
@@ -285,15 +314,3 @@ def summon_full_params(
     finally:
         for record in records:
             record.summoned = False
-
-
-def apply(wrapper: nn.Module, fn: Callable[[nn.Module], None]) -> None:
-    """Call ``fn`` with each module, children first, on full parameters, and keep what it writes. Collective."""
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            visit(child)
-        fn(module)
-
-    with summon_full_params(wrapper):
-        visit(wrapper)

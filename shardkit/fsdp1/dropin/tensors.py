@@ -29,7 +29,17 @@ _exchanged: dict[int, tuple[Tensor, Tensor]] = {}
 _stepping = False  # gradients are plain DTensors inside of optimizer steps
 
 # What may be asked of a sum over this rank's shard alone, such as ``grad.norm()``.
-_READS = {"__get__", "item", "tolist", "__float__", "__int__", "__bool__", "__repr__", "__str__", "__format__"}
+_READS = {
+    "__get__",
+    "item",
+    "tolist",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__repr__",
+    "__str__",
+    "__format__",
+}
 _READS |= {"detach", "clone", "to", "float", "double", "cpu"}
 
 
@@ -77,20 +87,37 @@ class Gradient(_Shard):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Compute as for DTensors."""
         name = getattr(func, "__name__", "")
         with plain_attributes():
-            leaves = [leaf for leaf in tree_leaves(args) if type(leaf) is Gradient] if name not in _READS else []
-            if any(not leaf.ndim and any(place.is_partial() for place in leaf.placements) for leaf in leaves):
+            leaves = (
+                [leaf for leaf in tree_leaves(args) if type(leaf) is Gradient]
+                if name not in _READS
+                else []
+            )
+            if any(
+                not leaf.ndim and any(place.is_partial() for place in leaf.placements)
+                for leaf in leaves
+            ):
                 raise _reduced(name)
             found = func(*args, **(kwargs or {}))
             for each in found if isinstance(found, (list, tuple)) else (found,):
                 if type(each) is DTensor:
                     each.__class__ = Gradient
-                    is_number = each.dtype != torch.bool  # torch 2.14 reduces isfinite(grad).all() over all ranks
-                    if leaves and is_number and all(place.is_replicate() for place in each.placements):
+                    is_number = (
+                        each.dtype != torch.bool
+                    )  # torch 2.14 reduces isfinite(grad).all() over all ranks
+                    if (
+                        leaves
+                        and is_number
+                        and all(place.is_replicate() for place in each.placements)
+                    ):
                         raise _reduced(name)  # such as of torch.cat: it gathered the gradients
             return found
 
@@ -103,11 +130,15 @@ class Gradient(_Shard):
     @data.setter
     def data(self, value: Tensor) -> None:
         rule = "torch does not exchange the values of a DTensor"
-        raise TranslationError(message("grad.data", "cannot be assigned", rule, "Assign param.grad itself"))
+        raise TranslationError(
+            message("grad.data", "cannot be assigned", rule, "Assign param.grad itself")
+        )
 
 
 def _reduced(name: str) -> TranslationError:
-    problem = "computes with numbers of all ranks, where FSDP1 had those of one rank's part of a gradient"
+    problem = (
+        "computes with numbers of all ranks, where FSDP1 had those of one rank's part of a gradient"
+    )
     rule = "torch gathers or reduces a DTensor before it computes with it"
     fix = "Use model.clip_grad_norm_(...), or call .item() first: grad.norm().item() ** 2"
     return TranslationError(message(f"{name}()", problem, rule, fix))
@@ -132,7 +163,10 @@ def _mark(param: Any) -> None:
     grad = param.grad
     if type(grad) is DTensor and not _stepping:
         mesh = grad.device_mesh
-        if any(isinstance(place, Shard) and mesh.size(axis) > 1 for axis, place in enumerate(grad.placements)):
+        if any(
+            isinstance(place, Shard) and mesh.size(axis) > 1
+            for axis, place in enumerate(grad.placements)
+        ):
             grad.__class__ = Gradient
 
 
@@ -158,8 +192,15 @@ def as_gradients(params: Iterable[Any]) -> None:
 def _exchange(param: Any, value: Any) -> None:
     """Let a parameter have the values of a DTensor of another dtype; the way back copies them into its own shard."""
     own = _exchanged.get(id(param), (param, local_tensor(param)))[1]
-    is_alike = isinstance(value, DTensor) and (value.shape, value.placements) == (param.shape, param.placements)
-    if is_alike and value.dtype == param.dtype and _memory(local_tensor(value)) == _memory(local_tensor(param)):
+    is_alike = isinstance(value, DTensor) and (value.shape, value.placements) == (
+        param.shape,
+        param.placements,
+    )
+    if (
+        is_alike
+        and value.dtype == param.dtype
+        and _memory(local_tensor(value)) == _memory(local_tensor(param))
+    ):
         return
     if not is_alike or value.dtype == param.dtype:
         problem = f"cannot be assigned a {type(value).__name__} of {value.dtype} and shape {tuple(value.shape)}"
@@ -180,21 +221,15 @@ def _memory(local: Tensor) -> int:
     return local.untyped_storage().data_ptr()  # a padded shard without elements has a storage
 
 
-def check_own_dtype(model: nn.Module) -> None:
-    """Raise for parameters that are still exchanged for another dtype at a forward, which would not use them. Local."""
-    names = [name for name, param in model.named_parameters() if id(param) in _exchanged] if _exchanged else []
-    if names:
-        rule = "The forward gathers the values in the parameter's own dtype"
-        fix = "Assign param.data in the old dtype again after the step, or cast the model before FSDP(...)"
-        raise TranslationError(message(f"data of {names[0]}", "is in another dtype", rule, fix))
-
-
 def whole_norms(get_total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return torch's ``get_total_norm``, which for our gradients returns the full norm, plain. Collective."""
 
     @functools.wraps(get_total_norm)
     def total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if not any(type(grad) is Gradient for grad in grads):
@@ -203,8 +238,12 @@ def whole_norms(get_total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         with plain_attributes():
             for grad in grads:
                 where = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-                alike[where].append(with_local(grad, local_tensor(grad)) if isinstance(grad, DTensor) else grad)
-        norms: list[Any] = [get_total_norm(each, norm_type, False, foreach) for each in alike.values()]
+                alike[where].append(
+                    with_local(grad, local_tensor(grad)) if isinstance(grad, DTensor) else grad
+                )
+        norms: list[Any] = [
+            get_total_norm(each, norm_type, False, foreach) for each in alike.values()
+        ]
         whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         return get_total_norm(whole, norm_type, error_if_nonfinite)  # the norm of norms is the norm
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,18 +12,29 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardkit._fsdp.fsdp1 import full_precision_classes
 from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError, TranslationError, listing, message
-from shardkit.fsdp1.translate.arguments import Arguments, Decided, check_precision, check_unwrapped, device_of, notes_on
-from shardkit.fsdp1.translate.policy import Ignored, Wrapped, ignored_fqns, ignored_of, wrapped_by
+from shardkit.fsdp1.translate.arguments import (
+    Arguments,
+    check_precision,
+    check_unwrapped,
+    device_of,
+)
+from shardkit.fsdp1.translate.notes import notes_on
+from shardkit.fsdp1.translate.policy import ignored_by, wrapped_by
 from shardkit.fsdp1.translate.shard import ParamInitFn, Translation, cast_buffers, shard_translated
-from shardkit.fsdp1.translate.strategy import RESHARDING, groups_to_agree, parse_strategy, place_of
-from shardkit.planning.build import Draft, Settings, plan_of
-from shardkit.planning.repair import join_ties, split_dtypes
-from shardkit.planning.rules import Overrides, Selection
-from shardkit.planning.tree import ModelTree, ModuleNode, assign, has_forward
-
-_UNSET = Settings(None, fsdp.MixedPrecisionPolicy(), fsdp.OffloadPolicy(), checkpoint_activations=False, compile=False)
+from shardkit.fsdp1.translate.strategy import (
+    HYBRID,
+    RESHARDING,
+    groups_to_agree,
+    parse_strategy,
+    place_of,
+)
+from shardkit.plan.types import ancestors
+from shardkit.planning.build import plan_from_units
+from shardkit.planning.rules import Overrides
+from shardkit.planning.tree import ModelTree
 
 
 def translate_fsdp1(
@@ -95,7 +107,7 @@ def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
 
 
 def translate(model: nn.Module, given: Arguments, apart: Collection[str] = ()) -> Translation:
-    """``translate_fsdp1`` for a model of which the drop-in has wrapped ``apart``, FQNs, outermost first."""
+    """``translate_fsdp1`` for a model of which the drop-in has wrapped the modules ``apart``."""
     try:
         return _translate(model, given, tuple(apart))
     except PlanError as error:
@@ -104,113 +116,140 @@ def translate(model: nn.Module, given: Arguments, apart: Collection[str] = ()) -
 
 def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Translation:
     tree = ModelTree(model)
-    check_unwrapped(tree)
-    check_unsharded(tree, given.device_mesh if isinstance(given.device_mesh, DeviceMesh) else None, apart)
+    mesh = given.device_mesh if isinstance(given.device_mesh, DeviceMesh) else None
+    check_unwrapped(model)
+    check_unsharded(tree, mesh, apart)
     check_precision(given.mixed_precision)
+
     strategy = parse_strategy(given.sharding_strategy)
-    place = place_of(strategy, given.process_group, given.device_mesh, given.ranks_per_node, given.world_size)
-    ignored = ignored_of(given.ignored_modules, given.ignored_states)
-    wrapped = wrapped_by(tree, given.auto_wrap_policy, given.mixed_precision, ignored, given.for_policies())
-    left_alone = set(ignored_fqns(tree, ignored))
-    for fqn in apart:
-        for node in tree.find(fqn).subtree():
-            left_alone.update(node.params)
-    settings = _unit_settings(tree, wrapped, given, strategy)
-    selections, repairs = _select(tree, wrapped, settings, left_alone)
-    draft = Draft(selections, _UNSET, left_alone, tree.unshardable(), notes=repairs)
-    draft.prefetch = int(given.forward_prefetch)
-    plan = plan_of(tree, place.spec, draft)
+    place = place_of(
+        strategy,
+        given.process_group,
+        given.device_mesh,
+        given.ranks_per_node,
+        given.world_size,
+    )
+    modules, params = ignored_by(given.ignored_modules, given.ignored_states)
+    wrapped = wrapped_by(
+        model,
+        given.auto_wrap_policy,
+        given.mixed_precision,
+        modules,
+        params,
+        given.for_policies(),
+    )
+    for fqn, own in wrapped.items():
+        _check_own(fqn, own, strategy)
+    precisions = _precisions(model, wrapped, given)
+    left_alone = [
+        fqn
+        for fqn, param in tree.params.items()
+        if param in params or fqn.startswith(tuple(f"{module}." for module in apart))
+    ]
+    units = {fqn: _settings(fqn, own, given, precisions) for fqn, own in wrapped.items()}
+    units[""] = _settings("", {}, given, precisions)
+    plan = plan_from_units(
+        tree, units, place.spec, ignored=left_alone, prefetch=int(given.forward_prefetch)
+    )
+    notes = notes_on(model, given, strategy, wrapped, plan)
+    if given.sync_module_states:
+        plan = replace(plan, notes=(*plan.notes, _SYNC))
     return Translation(
         plan=plan,
-        notes=notes_on(Decided(tree, given, strategy, wrapped, ignored, plan)),
+        notes=notes,
         device_mesh=place.device_mesh,
         process_groups=place.groups,
         device=device_of(given.device_id),
         param_init_fn=given.param_init_fn,
         sync_module_states=given.sync_module_states,
-        buffer_dtypes=_buffer_dtypes(tree, wrapped, given, ignored),
-        ignored_modules=tuple(node.fqn for node in tree.nodes if node.module in ignored.modules),
-        wrapped={each.node.fqn: each.arguments for each in wrapped},
+        buffer_dtypes=_buffer_dtypes(model, modules, precisions),
+        ignored_modules=tuple(fqn for fqn, each in model.named_modules() if each in modules),
+        wrapped=wrapped,
         apart=apart,
     )
 
 
-# --- Units ------------------------------------------------------------------------------------------------------------
+# --- Settings of units ---------------------------------------------------------------------------
 
-# What a CustomPolicy may set for one module: settings of a unit, and settings that FSDP2 does not have.
+# What a CustomPolicy may set for one module: settings of a unit, and some that FSDP2 does not have.
 _OF_A_UNIT = ("sharding_strategy", "mixed_precision", "cpu_offload")
 _FSDP2S_OWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
+_SYNC = (
+    "the first rank's parameters and buffers are broadcast before sharding, which a plan does not "
+    "do: apply the translation or its to_python(), or pass sync_module_states=True"
+)
 
 
-def _innermost(tree: ModelTree, wrapped: Sequence[Wrapped]) -> dict[ModuleNode, Wrapped | None]:
-    """Return for each module the innermost wrapped module at or around it, None for the root."""
-    own = {each.node: each for each in wrapped}
-    found: dict[ModuleNode, Wrapped | None] = {tree.root: None}
-    for node in tree.nodes[1:]:
-        found[node] = own.get(node, found[node.parents[0]])
-    return found
-
-
-def _precision_of(each: Wrapped | None, given: Arguments) -> fsdp.MixedPrecision | None:
-    if each is None or each.full_precision:
-        return None if each else given.mixed_precision
-    return each.arguments.get("mixed_precision", given.mixed_precision)  # type: ignore[no-any-return]
-
-
-def _unit_settings(
-    tree: ModelTree, wrapped: Sequence[Wrapped], given: Arguments, strategy: fsdp.ShardingStrategy
-) -> Callable[[Wrapped | None], Overrides]:
-    """Return a function that maps a wrapped module, or None for the root, to the settings of its unit."""
-    for each in wrapped:
-        _check_own(tree, each, strategy)
-    innermost = _innermost(tree, wrapped)
-
-    def settings(each: Wrapped | None) -> Overrides:
-        own, policy = each.arguments if each else {}, _mp_policy(_precision_of(each, given), root=each is None)
-        if each and each.full_precision:
-            policy = _full_precision(_precision_of(innermost[each.node.parents[0]], given))
-        return Overrides(
-            # FSDP1 never reshards its root after forward, since backward needs it at once.
-            reshard_after_forward=each is not None
-            and parse_strategy(own.get("sharding_strategy", strategy)).name in RESHARDING,
-            mp_policy=policy,
-            offload_policy=_offload_policy(own.get("cpu_offload", given.cpu_offload), device_of(given.device_id)),
-        )
-
-    return settings
-
-
-# By the name of a strategy the kind of its mesh.
-_AXES = {"FULL_SHARD": 1, "SHARD_GRAD_OP": 1, "NO_SHARD": 0, "HYBRID_SHARD": 2, "_HYBRID_SHARD_ZERO2": 2}
-
-
-def _check_own(tree: ModelTree, each: Wrapped, strategy: fsdp.ShardingStrategy) -> None:
-    others = [name for name in each.arguments if name not in (*_OF_A_UNIT, *_FSDP2S_OWN)]
-    fqn, rule = each.node.fqn, "Only reshard_after_forward and the policies can differ between units of a plan"
+def _check_own(fqn: str, own: Mapping[str, Any], strategy: fsdp.ShardingStrategy) -> None:
+    """Raise TranslationError for what a CustomPolicy cannot set for one module alone."""
+    rule = "Only reshard_after_forward and the policies can differ between units of a plan"
+    others = [name for name in own if name not in (*_OF_A_UNIT, *_FSDP2S_OWN)]
     if others:
         problem = f"sets {listing(others)} for {fqn} alone"
-        raise TranslationError(message("auto_wrap_policy", problem, rule, "Pass it for the whole model"))
-    other = parse_strategy(each.arguments.get("sharding_strategy", strategy))
-    if _AXES[other.name] != _AXES[strategy.name]:
+        fix = "Pass it for the whole model"
+        raise TranslationError(message("auto_wrap_policy", problem, rule, fix))
+    other = parse_strategy(own.get("sharding_strategy", strategy))
+    same_mesh = (other.name in HYBRID) == (strategy.name in HYBRID)
+    if not same_mesh or (other.name == "NO_SHARD") != (strategy.name == "NO_SHARD"):
         problem = f"sets {other.name} for {fqn} in {strategy.name}"
-        fix = "Use strategies of one mesh, or call fully_shard on these modules with a mesh of their own"
+        fix = "Use strategies of one mesh, or shard these modules by fully_shard on their own mesh"
         raise TranslationError(message("auto_wrap_policy", problem, rule, fix))
 
 
-def _mp_policy(mixed_precision: fsdp.MixedPrecision | None, *, root: bool) -> fsdp.MixedPrecisionPolicy:
-    """FSDP1 reduces in ``param_dtype`` if ``reduce_dtype`` is None, which FSDP2 does not since torch 2.15."""
-    if mixed_precision is None or mixed_precision.param_dtype is None:
-        return fsdp.MixedPrecisionPolicy(reduce_dtype=mixed_precision.reduce_dtype if mixed_precision else None)
-    return fsdp.MixedPrecisionPolicy(
-        param_dtype=mixed_precision.param_dtype,
-        reduce_dtype=mixed_precision.reduce_dtype or mixed_precision.param_dtype,
-        cast_forward_inputs=casts_inputs(mixed_precision, root),
+def _precisions(
+    model: nn.Module, wrapped: Mapping[str, Mapping[str, Any]], given: Arguments
+) -> dict[str, fsdp.MixedPrecision | None]:
+    """Return the mixed precision of each wrapped module and the root; None is full precision."""
+    found = {"": given.mixed_precision}
+    for fqn, own in wrapped.items():
+        found[fqn] = own.get("mixed_precision", given.mixed_precision)
+        if isinstance(model.get_submodule(fqn), full_precision_classes(given.mixed_precision)):
+            found[fqn] = None
+    return found
+
+
+def _settings(
+    fqn: str,
+    own: Mapping[str, Any],
+    given: Arguments,
+    precisions: Mapping[str, fsdp.MixedPrecision | None],
+) -> Overrides:
+    """Return the settings of the unit of a wrapped module, or of the root, ``""``."""
+    strategy = parse_strategy(own.get("sharding_strategy", given.sharding_strategy))
+    policy = mp_policy_of(precisions[fqn], is_root=not fqn)
+    if fqn and precisions[fqn] is None and given.mixed_precision is not None:
+        policy = _full_precision(precisions[innermost(fqn.rpartition(".")[0], precisions)])
+    return Overrides(
+        # FSDP1 never reshards its root after forward, since backward needs it at once.
+        reshard_after_forward=fqn != "" and strategy.name in RESHARDING,
+        mp_policy=policy,
+        offload_policy=_offload_policy(own.get("cpu_offload", given.cpu_offload), given.device_id),
     )
 
 
-def casts_inputs(mixed_precision: fsdp.MixedPrecision, root: bool) -> bool:
-    """Return whether FSDP1 casts inputs: those of the root only, unless cast_forward_inputs is set."""
-    return bool(mixed_precision.cast_forward_inputs or (root and mixed_precision.cast_root_forward_inputs))
+def innermost(fqn: str, units: Collection[str]) -> str:
+    """Return the innermost of ``units`` at or around the module ``fqn``; the root is one."""
+    return next(name for name in (fqn, *ancestors(fqn)) if name in units)
+
+
+def mp_policy_of(
+    precision: fsdp.MixedPrecision | None, *, is_root: bool
+) -> fsdp.MixedPrecisionPolicy:
+    """FSDP1 reduces in ``param_dtype`` if ``reduce_dtype`` is None; FSDP2 not since torch 2.15."""
+    if precision is None:
+        return fsdp.MixedPrecisionPolicy()
+    if precision.param_dtype is None:
+        return fsdp.MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
+    return fsdp.MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+        cast_forward_inputs=casts_inputs(precision, is_root),
+    )
+
+
+def casts_inputs(precision: fsdp.MixedPrecision, is_root: bool) -> bool:
+    """Return whether FSDP1 casts inputs: those of the root only, unless told otherwise."""
+    return precision.cast_forward_inputs or (is_root and precision.cast_root_forward_inputs)
 
 
 def _full_precision(around: fsdp.MixedPrecision | None) -> fsdp.MixedPrecisionPolicy:
@@ -220,61 +259,26 @@ def _full_precision(around: fsdp.MixedPrecision | None) -> fsdp.MixedPrecisionPo
     return fsdp.MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=around.param_dtype)
 
 
-def _offload_policy(cpu_offload: fsdp.CPUOffload | None, device: torch.device | None) -> fsdp.OffloadPolicy:
-    """Memory is pinned only for an accelerator; without one pinning raises."""
+def _offload_policy(cpu_offload: fsdp.CPUOffload | None, device_id: Any) -> fsdp.OffloadPolicy:
     if cpu_offload is None or not cpu_offload.offload_params:
         return fsdp.OffloadPolicy()
-    on_accelerator = torch.accelerator.is_available() and (device is None or device.type != "cpu")
-    return fsdp.CPUOffloadPolicy(pin_memory=on_accelerator)
+    device = device_of(device_id)
+    on_cpu = device is not None and device.type == "cpu"
+    # Without an accelerator pinning raises.
+    return fsdp.CPUOffloadPolicy(pin_memory=torch.accelerator.is_available() and not on_cpu)
 
 
 def _buffer_dtypes(
-    tree: ModelTree, wrapped: list[Wrapped], given: Arguments, ignored: Ignored
+    model: nn.Module,
+    ignored: Collection[nn.Module],
+    precisions: Mapping[str, fsdp.MixedPrecision | None],
 ) -> dict[str, torch.dtype]:
-    """Return what FSDP1 casts each floating-point buffer to at the first forward, by its first FQN.
-
-    A buffer follows the innermost unit around it; buffers of ignored modules keep their dtype.
-    """
+    """Return what FSDP1 casts each buffer to at the first forward: as the unit around it says."""
     found: dict[str, torch.dtype] = {}
-    seen: set[int] = set()
-    for node, each in _innermost(tree, wrapped).items():
-        fqn, module = node.fqn, node.module
-        precision = None if module in ignored.modules else _precision_of(each, given)
-        for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) not in seen and precision and precision.buffer_dtype and buffer.is_floating_point():
-                found[f"{fqn}.{name}".lstrip(".")] = precision.buffer_dtype
-            seen.add(id(buffer))
+    for name, buffer in model.named_buffers():
+        fqn = name.rpartition(".")[0]
+        precision = precisions[innermost(fqn, precisions)]
+        casts = precision is not None and precision.buffer_dtype is not None
+        if casts and buffer.is_floating_point() and model.get_submodule(fqn) not in ignored:
+            found[name] = precision.buffer_dtype
     return found
-
-
-def _select(
-    tree: ModelTree, wrapped: list[Wrapped], settings: Callable[[Wrapped | None], Overrides], ignored: set[str]
-) -> tuple[list[Selection], list[str]]:
-    """Return the selections for FSDP1's choice and the root, and a note for each difference in FSDP2."""
-    # FSDP1 wraps a ModuleList with a warning and never gathers it, since it is never called.
-    called = [each for each in wrapped if has_forward(each.node.module)]
-    uncalled = listing((each.node.fqn for each in wrapped if each not in called), 6)
-    notes = [f"{uncalled}: has no forward, so the unit around it gathers its parameters"] if uncalled else []
-    selections = [Selection((each.node,), settings(each)) for each in called]
-    selections.append(Selection((tree.root,), settings(None), reshard=False))
-    selections, tie_notes = join_ties(tree, selections, ignored)
-    for names in (listing(node.fqn for node in each.modules) for each in selections if len(each.modules) > 1):
-        notes.append(f"{names}: share a parameter, so are one unit; FSDP1 gathered it for the first of them only")
-    selections, _, dtype_notes = split_dtypes(tree, selections, ignored)
-    selections, empty_notes = _without_params(tree, selections, ignored)
-    return selections, notes + tie_notes + dtype_notes + empty_notes
-
-
-def _without_params(
-    tree: ModelTree, selections: list[Selection], ignored: set[str]
-) -> tuple[list[Selection], list[str]]:
-    """Drop units without parameters, which have no effect in FSDP1, but keep those that cast their outputs."""
-    params, _ = assign(tree, [selection.modules for selection in selections], ignored)
-    empty = [
-        selection
-        for selection, owned in zip(selections, params, strict=True)
-        if not owned and selection.modules != (tree.root,) and selection.overrides["mp_policy"].output_dtype is None
-    ]
-    names = listing((node.fqn for each in empty for node in each.modules), 4)
-    kept = [selection for selection in selections if selection not in empty]
-    return kept, [f"{names}: wrapped by FSDP1 and without parameters of its own, so not a unit"] if empty else []

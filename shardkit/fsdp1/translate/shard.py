@@ -21,35 +21,44 @@ from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, me
 from shardkit.apply.shard import carry_out, facts_of_plan
 from shardkit.apply.validate import check_plan
 from shardkit.errors import PlanError, TranslationError, listing, message
-from shardkit.fsdp1.translate.arguments import Note
+from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.strategy import groups_to_agree
 from shardkit.meta import is_recorded, materialize
 from shardkit.plan import ShardingPlan, ShardUnit
-from shardkit.ranks import Groups, accelerator, device_type, gather_by_rank, together
+from shardkit.ranks import Groups, accelerator, device_type, together
 
-_ANY = torch.float32  # for dtypes that ranks compare only after param_init_fn
 ParamInitFn: TypeAlias = Callable[[nn.Module], object]
+
+_BROADCAST = """
+for tensor in (*model.parameters(), *model.buffers()):
+    value = tensor.detach().to(device_type)
+    dist.broadcast(value, 0)
+    tensor.data.copy_(value)
+"""
+_CAST = """
+for name, dtype in {}.items():
+    model.get_buffer(name).data = model.get_buffer(name).to(dtype)
+"""
 
 
 @dataclass(frozen=True)
 class Translation:
     """A plan, a note for every argument that is not at its default, and what a plan does not hold.
 
-    Plain data, made without changing the model; ``print(translation)`` shows the plan's table and the notes.
+    Plain data, made without changing the model; ``print(translation)`` shows the plan and the notes.
 
     Attributes:
         plan: the ``fully_shard`` calls.
         notes: how each argument is translated, in the order of FSDP1's signature.
-        device_mesh: FSDP1's ``device_mesh``, if FSDP2 can use it; None builds one of ``plan.mesh``.
-        process_groups: FSDP1's groups, one for each axis of ``plan.mesh``, the replicate group first; empty for all
-            ranks.
+        device_mesh: FSDP1's ``device_mesh``, if FSDP2 takes it; None builds one of ``plan.mesh``.
+        process_groups: FSDP1's groups, one for each axis of ``plan.mesh``; empty for all ranks.
         device: FSDP1's ``device_id``; None is the accelerator.
         param_init_fn: initializes a meta module before it is sharded, as in FSDP1.
-        sync_module_states: whether parameters and buffers are broadcast from the first rank before sharding.
-        buffer_dtypes: the dtypes to which FSDP1 casts floating-point buffers at the first forward, by FQN.
+        sync_module_states: whether the first rank's parameters and buffers are broadcast.
+        buffer_dtypes: the dtypes to which FSDP1 casts buffers at the first forward, by FQN.
         ignored_modules: FQNs of the modules that FSDP1 ignores.
-        wrapped: FQNs of the modules that FSDP1 would have wrapped below the root, each with the arguments that a
-            CustomPolicy gave for it.
+        wrapped: FQNs of the modules that FSDP1 would have wrapped below the root, each with the
+            arguments that a CustomPolicy gave for it.
         apart: FQNs of modules that are wrapped already; the plan ignores their parameters.
     """
 
@@ -67,7 +76,7 @@ class Translation:
 
     @property
     def refused(self) -> tuple[Note, ...]:
-        """Return the notes on what FSDP2 cannot do, of a configuration file; refused arguments raise instead."""
+        """Return the notes on keys of a configuration that are refused; refused arguments raise."""
         return tuple(note for note in self.notes if note.support == "refused")
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -81,12 +90,20 @@ class Translation:
         cast_buffers(model, self)
         return model
 
+    def to_python(self) -> str:
+        """Return plain torch code that does the same to a ``model`` in scope: the plan's, with the
+        broadcast of the first rank's values before it and the casts of buffers after it.
+        """
+        plan = replace(self.plan, notes=())
+        code = plan.to_python(before=_BROADCAST if self.sync_module_states else "")
+        return code + (_CAST.format(dict(self.buffer_dtypes)) if self.buffer_dtypes else "")
+
     def ignored_in(self, model: nn.Module) -> set[nn.Module]:
         """Return the modules of ``ignored_modules``."""
         return {model.get_submodule(fqn) for fqn in self.ignored_modules}
 
     def __str__(self) -> str:
-        return "\n".join([str(self.plan), "", *(f"{note}" for note in self.notes)])
+        return "\n".join([str(self.plan), "", *map(str, self.notes)])
 
 
 def shard_translated(
@@ -96,34 +113,42 @@ def shard_translated(
     mesh_of: Callable[[Translation], DeviceMesh] | None = None,
     any_start: bool = False,
 ) -> tuple[Translation, DeviceMesh]:
-    """Shard ``model`` in place as ``decide`` says, without casting buffers, and return what was decided and the mesh.
+    """Shard ``model`` in place as ``decide`` says; return what was decided, and the mesh.
 
-    Collective over ``groups``. An error of ``decide`` on one rank is raised on all. With ``any_start`` ranks may start
-    from different values, as in FSDP1.
+    Collective over ``groups``. An error of ``decide`` on one rank is raised on all. Buffers are not
+    cast. With ``any_start`` ranks may start from different values, as in FSDP1.
     """
     ensure_process_group()
-    with real_tensors():  # as in apply_agreed
+    with real_tensors():
         with together(groups, PlanError) as poll:
             translation = decide()
             _check(model, translation)
-            plan, sync, dtypes = translation.plan, translation.sync_module_states, dict(translation.buffer_dtypes)
-            # A rank may begin on meta in another dtype than the first, which has the values, and cast in param_init_fn.
-            like = replace(plan, params=tuple(each._replace(dtype=_ANY) for each in plan.params)) if sync else plan
-            facts = {"sync_module_states": str(sync)} if any_start and not sync else facts_of(model, sync)
-            poll.same = {**facts, "buffer_dtype": str(dtypes), **facts_of_plan(like)}
-        if not (any_start or sync):
-            check_same_start(model, plan.ignored, groups, sync_module_states=False)
-        on_meta = any(True for _ in _on_meta(model, translation))
-        by_recording = on_meta and translation.param_init_fn is None and is_recorded(model)
-        answers = gather_by_rank((on_meta, by_recording), groups).values()
-        recorded, anywhere_on_meta = all(each[1] for each in answers), any(each[0] for each in answers)
+            recorded = translation.param_init_fn is None and is_recorded(model)
+            poll.same = _facts(model, translation, any_start)
+        if not any_start and not translation.sync_module_states:
+            ignored = translation.plan.ignored
+            check_same_start(model, ignored, groups, sync_module_states=False)
         mesh = (mesh_of or mesh_for)(translation)
-    needed = (sync or anywhere_on_meta) and not recorded
-    carry_out(model, plan, mesh, _UnitStates(model, translation, mesh) if needed else None)
+    prepare = None if recorded else _UnitStates(model, translation, mesh)
+    carry_out(model, translation.plan, mesh, before=prepare)
     if recorded:
         materialize(model)
     reduce_unused_beside_used(model)
     return translation, mesh
+
+
+def _facts(model: nn.Module, translation: Translation, any_start: bool) -> dict[str, Any]:
+    """Return what must be equal on all ranks."""
+    plan, syncs = translation.plan, translation.sync_module_states
+    facts = (
+        {"sync_module_states": str(syncs)} if any_start and not syncs else facts_of(model, syncs)
+    )
+    if syncs:
+        # A meta rank may begin in another dtype than the first, and cast in param_init_fn.
+        params = (spec._replace(dtype=torch.float32) for spec in plan.params)
+        plan = replace(plan, params=tuple(params))
+    dtypes = {"buffer_dtype": str(dict(translation.buffer_dtypes))}
+    return {**facts, **dtypes, **facts_of_plan(plan)}
 
 
 def cast_buffers(model: nn.Module, translation: Translation) -> None:
@@ -154,12 +179,15 @@ def _check(model: nn.Module, translation: Translation) -> None:
         raise TranslationError(message("device_id", problem, "", "Remove device_id"))
     if not translation.process_groups:
         check_mesh(mesh, translation.plan.mesh)
-    mesh = mesh if isinstance(mesh, DeviceMesh) else None
     check_plan(model, translation.plan, mesh, translation.apart)
     if translation.param_init_fn is not None or is_recorded(model):
         return
-    on_meta = _on_meta(model, translation)
-    without = [fqn or "(root)" for fqn, each in on_meta if not callable(getattr(each, "reset_parameters", None))]
+    ignored = translation.ignored_in(model)
+    without = [
+        fqn or "(root)"
+        for fqn, module in model.named_modules()
+        if module not in ignored and _on_meta(module) and not hasattr(module, "reset_parameters")
+    ]
     if without:
         problem = "is on the meta device and has no reset_parameters"
         rule = "FSDP1 initializes a meta module by param_init_fn, or else by reset_parameters"
@@ -167,23 +195,15 @@ def _check(model: nn.Module, translation: Translation) -> None:
         raise TranslationError(message(listing(without, 6), problem, rule, fix))
 
 
-def _own_states(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def _on_meta(model: nn.Module, translation: Translation) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with own tensors on meta, without ignored modules."""
-    ignored = translation.ignored_in(model)
-    for fqn, module in model.named_modules():
-        if module not in ignored and any(state.is_meta for state in _own_states(module)):
-            yield fqn, module
+def _on_meta(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(state.is_meta for state in own)
 
 
 class _UnitStates:
-    """Called with each unit right before it is sharded: initializes and broadcasts its values, as FSDP1. Collective.
+    """Called with each unit right before it is sharded: initializes and broadcasts its values.
 
-    One unit at a time, so that no rank holds more than its shards and one full unit. Broadcasts run over the axes of
-    ``mesh``, from the first rank of each, the replicating axis first.
+    As in FSDP1, one unit at a time, so that no rank holds more than its shards and one full unit.
     """
 
     def __init__(self, model: nn.Module, translation: Translation, mesh: DeviceMesh) -> None:
@@ -191,65 +211,71 @@ class _UnitStates:
         self._translation = translation
         self._mesh = mesh
         self._ignored = translation.ignored_in(model)
-        self._synced: dict[int, Tensor] = {}  # keeps the buffers alive, so that ids stay unique
+        self._synced: dict[int, Tensor] = {}  # by id; keeps the buffers alive
 
     def __call__(self, unit: ShardUnit) -> None:
-        with together(self._mesh.get_all_groups(), TranslationError, call="FullyShardedDataParallel") as poll:
-            self._materialize(unit)
-            poll.same = {f"dtype of {fqn}": str(self._model.get_parameter(fqn).dtype) for fqn in unit.params}
-            states = list(self._unsynced(unit)) if self._translation.sync_module_states else []
-            if any(state.is_meta for state in states):
-                problem = f"cannot broadcast buffers of an ignored module in {unit.name}, which are on meta"
-                raise TranslationError(message("sync_module_states", problem, "", "Initialize ignored modules first"))
-        broadcast_from_first(states, self._mesh.get_all_groups(), self._mesh.device_type)
+        """Collective with ``sync_module_states``, else local."""
+        groups = self._mesh.get_all_groups()
+        params = {fqn: self._model.get_parameter(fqn) for fqn in unit.params}
+        with together(groups, TranslationError, call="FullyShardedDataParallel") as poll:
+            modules = list(self._modules(unit))
+            if any(map(_on_meta, modules)):
+                self._initialize(modules)
+                self._tie(unit)
+                params = {fqn: self._model.get_parameter(fqn) for fqn in unit.params}
+            self._check_made(unit, modules, params)
+            poll.same = {f"dtype of {fqn}": str(param.dtype) for fqn, param in params.items()}
+        if self._translation.sync_module_states:
+            states = [*self._buffers(unit), *params.values()]
+            broadcast_from_first(states, groups, self._mesh.device_type)
 
-    def _materialize(self, unit: ShardUnit) -> None:
-        modules = self._modules(unit)
-        if any(state.is_meta for module in modules for state in _own_states(module)):
-            for module in modules:  # FSDP1 calls param_init_fn with every module, reset_parameters with those on meta
-                if self._translation.param_init_fn is not None:
-                    self._translation.param_init_fn(module)
-                elif any(state.is_meta for state in _own_states(module)):
-                    with torch.no_grad():
-                        module.to_empty(device=self._translation.device or self._mesh.device_type, recurse=False)
-                        module.reset_parameters()  # type: ignore[operator]  # checked before
-            # Each name of a tied parameter now has a parameter of its own; FSDP1 left them untied.
-            for spec in self._translation.plan.specs_of(unit):
-                for alias in spec.aliases:
-                    owner, _, name = alias.rpartition(".")
-                    setattr(self._model.get_submodule(owner), name, self._model.get_parameter(spec.fqn))
-        self._check_made(unit, modules)
-
-    def _modules(self, unit: ShardUnit) -> list[nn.Module]:
-        """Return the modules of the unit, breadth first as in FSDP1, without inner units and ignored modules."""
-        found: dict[nn.Module, None] = {}
+    def _modules(self, unit: ShardUnit) -> Iterator[nn.Module]:
+        """Yield the modules of the unit, breadth first as in FSDP1, without inner units."""
         pending = deque(self._model.get_submodule(fqn) for fqn in unit.modules)
+        seen = set(self._ignored)
         while pending:
             module = pending.popleft()
-            if module not in found and module not in self._ignored and not isinstance(module, FSDPModule):
-                found[module] = None
+            if module not in seen and not isinstance(module, FSDPModule):
+                seen.add(module)
+                yield module
                 pending.extend(module.children())
-        return list(found)
 
-    def _unsynced(self, unit: ShardUnit) -> Iterator[Tensor]:
-        """Yield the buffers at and below the unit that no unit before it had, ignored ones too, and its parameters."""
+    def _initialize(self, modules: list[nn.Module]) -> None:
+        """As in FSDP1: ``param_init_fn`` gets every module, else those on meta are reset."""
+        device = self._translation.device or self._mesh.device_type
+        for module in modules:
+            if self._translation.param_init_fn is not None:
+                self._translation.param_init_fn(module)
+            elif _on_meta(module):
+                with torch.no_grad():
+                    module.to_empty(device=device, recurse=False)
+                    module.reset_parameters()  # type: ignore[operator]  # checked before
+
+    def _tie(self, unit: ShardUnit) -> None:
+        """Tie parameters again: each of their names has got a parameter of its own."""
+        for spec in self._translation.plan.specs_of(unit):
+            for alias in spec.aliases:
+                owner, _, name = alias.rpartition(".")
+                param = self._model.get_parameter(spec.fqn)
+                setattr(self._model.get_submodule(owner), name, param)
+
+    def _check_made(
+        self, unit: ShardUnit, modules: list[nn.Module], params: Mapping[str, nn.Parameter]
+    ) -> None:
+        wrong = [
+            spec.fqn
+            for spec in self._translation.plan.specs_of(unit)
+            if params[spec.fqn].is_meta or params[spec.fqn].shape != spec.shape
+        ]
+        if wrong or any(map(_on_meta, modules)):
+            problem = f"left {listing(wrong, 6) or 'buffers'} of {unit.name} on meta, or reshaped"
+            fix = "Call module.to_empty(device=..., recurse=False) in it, then initialize"
+            raise TranslationError(message("param_init_fn", problem, "", fix))
+
+    def _buffers(self, unit: ShardUnit) -> Iterator[Tensor]:
+        """Yield the buffers at and below the unit, ignored ones too, that no unit before it had."""
         for fqn in unit.modules:
             for _, buffer in sorted(self._model.get_submodule(fqn).named_buffers()):
                 if id(buffer) not in self._synced:
                     self._synced[id(buffer)] = buffer
                     yield buffer
-        yield from (self._model.get_parameter(fqn) for fqn in unit.params)
-
-    def _check_made(self, unit: ShardUnit, modules: list[nn.Module]) -> None:
-        pairs = [(spec, self._model.get_parameter(spec.fqn)) for spec in self._translation.plan.specs_of(unit)]
-        casts = self._translation.sync_module_states  # then all ranks compare dtypes
-        wrong = [
-            spec.fqn
-            for spec, param in pairs
-            if (tuple(param.shape), param.requires_grad, param.is_meta) != (spec.shape, spec.trainable, False)
-            or not (casts or param.dtype == spec.dtype)
-        ]
-        if wrong or any(buffer.is_meta for module in modules for buffer in module.buffers(recurse=False)):
-            problem = f"left {listing(wrong, 6) or 'buffers'} of {unit.name} on meta, or with another shape or dtype"
-            fix = "Call module.to_empty(device=..., recurse=False) in it, then initialize"
-            raise TranslationError(message("param_init_fn", problem, "", fix))

@@ -1,4 +1,4 @@
-"""Resolve FSDP1's strategies, process groups and meshes to a MeshSpec."""
+"""Resolve FSDP1's strategies, process groups and meshes to a MeshSpec; pure and local."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Resolved(NamedTuple):
 
     Attributes:
         mesh: one axis, or two that replicate and shard; in ranks.
-        reshard_after_forward: for all units but the root, which FSDP1 never reshards after forward.
+        reshard_after_forward: for all units but the root, which FSDP1 never reshards.
     """
 
     mesh: MeshSpec
@@ -34,8 +34,8 @@ def parse_strategy(given: Any) -> ShardingStrategy:
     """Return torch's enum for a strategy in any form; None is FULL_SHARD, as in FSDP1.
 
     Args:
-        given: the enum; its name in any case, with or without the class and the leading underscore
-            (``"ShardingStrategy.FULL_SHARD"``, ``"hybrid_shard_zero2"``); accelerate's number, 1 to 5, also as text.
+        given: the enum; its name in any case, with or without the class and the underscore
+            (``"ShardingStrategy.FULL_SHARD"``, ``"hybrid_shard_zero2"``); accelerate's number.
 
     Raises:
         TranslationError: ``given`` is none of these.
@@ -44,14 +44,13 @@ def parse_strategy(given: Any) -> ShardingStrategy:
         return ShardingStrategy.FULL_SHARD
     if isinstance(given, ShardingStrategy):
         return given
-    by_name = {strategy.name.strip("_"): strategy for strategy in ShardingStrategy}
-    by_number = {str(strategy.value): strategy for strategy in ShardingStrategy}
-    text = str(given).strip() if isinstance(given, (str, int)) else ""
-    found = by_number.get(text) or by_name.get(text.rpartition(".")[2].upper().replace("-", "_").strip("_"))
-    if found is None:
-        names = f"a ShardingStrategy, the name of one ({listing(by_name)}), or accelerate's number 1 to 5"
-        raise _error("sharding_strategy", f"must be {names}, got {given!r}")
-    return found
+    text = str(given).rpartition(".")[2].strip().upper().replace("-", "_").strip("_")
+    for strategy in ShardingStrategy:
+        if text in (strategy.name.strip("_"), str(strategy.value)) and given is not True:
+            return strategy
+    names = listing(strategy.name.strip("_") for strategy in ShardingStrategy)
+    problem = f"must be a ShardingStrategy, one of {names}, or accelerate's number 1 to 5"
+    raise _error("sharding_strategy", f"{problem}, got {given!r}")
 
 
 def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = None) -> Resolved:
@@ -60,25 +59,31 @@ def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = N
     Args:
         given: as for ``parse_strategy``.
         world_size: ranks in all.
-        ranks_per_node: ranks that shard together in a hybrid strategy, ignored by others. None is torchrun's
-            ``LOCAL_WORLD_SIZE``; FSDP1 counted the devices of a node.
+        ranks_per_node: ranks that shard together in a hybrid strategy, ignored by others. None is
+            torchrun's ``LOCAL_WORLD_SIZE``; FSDP1 counted the devices of a node.
 
     Raises:
-        TranslationError: unknown strategy, or a hybrid one whose node size is unknown or does not divide the ranks.
+        TranslationError: unknown strategy, or a hybrid one whose node size is unknown or does not
+            divide the ranks.
 
     Examples:
-        >>> resolve_strategy("hybrid_shard", 16, ranks_per_node=8)
-        Resolved(mesh=MeshSpec(shape=(2, 8), axis_names=('dp_replicate', 'dp_shard')), reshard_after_forward=True)
+        >>> resolve_strategy("hybrid_shard", 16, ranks_per_node=8).mesh
+        MeshSpec(shape=(2, 8), axis_names=('dp_replicate', 'dp_shard'))
     """
     strategy = parse_strategy(given)
     check_ranks("world_size", world_size)
-    reshard = strategy.name in RESHARDING
+    mesh = MeshSpec.sharded(world_size)
     if strategy.name in HYBRID:
-        per_node = _node_size(strategy, world_size, ranks_per_node)
-        return Resolved(MeshSpec.hybrid(world_size // per_node, per_node), reshard)
-    if strategy is ShardingStrategy.NO_SHARD and world_size > 1:
-        return Resolved(MeshSpec.hybrid(world_size, 1), reshard)
-    return Resolved(MeshSpec.sharded(world_size), reshard)
+        if ranks_per_node is None:
+            ranks_per_node = _ranks_of_this_node(strategy)
+        check_ranks("ranks_per_node", ranks_per_node)
+        if world_size % ranks_per_node:
+            problem = f"{ranks_per_node} does not divide {world_size} ranks"
+            raise _error("ranks_per_node", problem, "Use a divisor")
+        mesh = MeshSpec.hybrid(world_size // ranks_per_node, ranks_per_node)
+    elif strategy is ShardingStrategy.NO_SHARD and world_size > 1:
+        mesh = MeshSpec.hybrid(world_size, 1)
+    return Resolved(mesh, strategy.name in RESHARDING)
 
 
 def check_ranks(argument: str, value: Any) -> None:
@@ -87,22 +92,19 @@ def check_ranks(argument: str, value: Any) -> None:
         raise _error(argument, f"must be a number of ranks, at least 1, got {value!r}")
 
 
-def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int | None) -> int:
+def _ranks_of_this_node(strategy: ShardingStrategy) -> int:
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if ranks_per_node is None and launched.isdecimal():
-        ranks_per_node = int(launched)
-    if ranks_per_node is None:
-        problem = f"{strategy.name} shards within a node, and the number of ranks per node is unknown"
+    if not launched.isdecimal():
+        problem = (
+            f"{strategy.name} shards within a node, and the number of ranks per node is unknown"
+        )
         fix = "Pass ranks_per_node=8, or start with torchrun"
         raise _error("sharding_strategy", problem, fix)
-    check_ranks("ranks_per_node", ranks_per_node)
-    if world_size % ranks_per_node:
-        raise _error("ranks_per_node", f"{ranks_per_node} does not divide {world_size} ranks", "Use a divisor")
-    return ranks_per_node
+    return int(launched)
 
 
 class Place(NamedTuple):
-    """The mesh of a translation: its shape; the given mesh, if FSDP2 can use it; or the groups to make one of."""
+    """The mesh of a translation: its shape; the given mesh, if FSDP2 takes it; else its groups."""
 
     spec: MeshSpec
     device_mesh: DeviceMesh | None = None
@@ -110,11 +112,16 @@ class Place(NamedTuple):
 
 
 def place_of(
-    strategy: ShardingStrategy, process_group: Any, device_mesh: Any, ranks_per_node: int | None, world_size: int | None
+    strategy: ShardingStrategy,
+    process_group: Any,
+    device_mesh: Any,
+    ranks_per_node: int | None,
+    world_size: int | None,
 ) -> Place:
-    """Return the mesh on which FSDP1 would shard; local."""
+    """Return the mesh on which FSDP1 would shard."""
     if process_group is not None and device_mesh is not None:
-        raise _error("device_mesh", "is given together with process_group, and each defines the mesh", "Pass one")
+        problem = "is given together with process_group, and each defines the mesh"
+        raise _error("device_mesh", problem, "Pass one")
     if device_mesh is not None:
         return _of_mesh(strategy, device_mesh)
     if process_group is not None:
@@ -124,28 +131,29 @@ def place_of(
 
 
 def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
-    """Return groups that together reach all ranks that shard: none on another rank, the world if they are invalid."""
+    """Return groups that together reach all ranks that shard; the world if they are invalid."""
     if isinstance(device_mesh, DeviceMesh):
         return device_mesh.get_all_groups()
-    groups = process_group if isinstance(process_group, (tuple, list)) else (process_group,)
+    groups = process_group if isinstance(process_group, tuple) else (process_group,)
     if all(isinstance(group, dist.ProcessGroup) for group in groups) and groups:
         return list(groups)
     return [] if dist.GroupMember.NON_GROUP_MEMBER in groups else [None]
 
 
-def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
+def _of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> Place:
     shape = f"has the shape {tuple(mesh.shape)}"
     if strategy.name in HYBRID:
         if mesh.ndim != 2:
-            problem, fix = f"{shape}, but {strategy.name} has two axes", "Pass the mesh of (nodes, ranks_per_node)"
-            raise _error("device_mesh", problem, fix)
+            problem = f"{shape}, but {strategy.name} has two axes"
+            raise _error("device_mesh", problem, "Pass the mesh of (nodes, ranks_per_node)")
         if mesh.mesh_dim_names:
             return Place(spec_of(mesh), mesh)
-        # FSDP1 takes a mesh without axis names, which FSDP2 needs: make a named mesh of the same groups.
-        return Place(MeshSpec.hybrid(*mesh.shape), groups=(mesh.get_group(0), mesh.get_group(1)))
+        # FSDP1 takes a mesh without axis names, which FSDP2 needs: name a mesh of the same groups.
+        return Place(MeshSpec.hybrid(*mesh.shape), groups=tuple(mesh.get_all_groups()))
     if any(size > 1 for size in mesh.shape[1:]):
-        problem = f"{shape}, but {strategy.name} shards over the first axis only, and the others would train separately"
-        raise _error("device_mesh", problem, "Pass the axis to shard over, as in mesh['dp'], or use HYBRID_SHARD")
+        problem = f"{shape}, but {strategy.name} shards over the first axis only"
+        fix = "Pass the axis to shard over, as in mesh['dp'], or use HYBRID_SHARD"
+        raise _error("device_mesh", problem, fix)
     if mesh.ndim == 1 and strategy is not ShardingStrategy.NO_SHARD:
         return Place(spec_of(mesh), mesh)
     return _of_group(strategy, mesh.get_group(0))
@@ -153,11 +161,13 @@ def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
 
 def _of_groups(strategy: ShardingStrategy, given: Any) -> Place:
     groups = given if isinstance(given, tuple) else (given,)
-    hybrid = strategy.name in HYBRID
-    if len(groups) != 1 + hybrid or not all(isinstance(group, dist.ProcessGroup) for group in groups):
-        problem = f"is {', '.join(type(each).__name__ for each in groups)} for {strategy.name} on this rank"
-        raise _error("process_group", problem, f"Pass {'(shard_group, replicate_group)' if hybrid else 'one group'}")
-    if not hybrid:
+    wanted = "(shard_group, replicate_group)" if strategy.name in HYBRID else "one group"
+    are_groups = all(isinstance(group, dist.ProcessGroup) for group in groups)
+    if not are_groups or len(groups) != (2 if strategy.name in HYBRID else 1):
+        kinds = ", ".join(type(group).__name__ for group in groups)
+        problem = f"is {kinds} for {strategy.name} on this rank"
+        raise _error("process_group", problem, f"Pass {wanted}")
+    if len(groups) == 1:
         return _of_group(strategy, groups[0])
     shard, replicate = groups
     return Place(MeshSpec.hybrid(replicate.size(), shard.size()), groups=(replicate, shard))

@@ -1,18 +1,16 @@
 """Configuration files of other tools: what each comes to, as a target and as a plan."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
-import yaml
 from small_models import Decoder
 
 from shardkit import MeshSpec, apply_plan
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs import from_config, read_config
-from shardkit.fsdp1.configs.target import Ranks, accelerate2, notes_on_accelerate
+from shardkit.fsdp1.configs.target import Ranks
 from shardkit.testing import comm_counts, fake_world
 
 BF16 = torch.bfloat16
@@ -78,30 +76,6 @@ def test_each_strategy_of_version_1_keeps_its_mesh(key):
             assert (target.mesh, target.reshard_after_forward) == (mesh, reshard)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "Block, Linear"},
-        {"auto_wrap_policy": 3, "offload_params": True, "activation_checkpointing": "true"},
-        {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"},
-    ],
-)
-def test_what_is_written_for_version_2_reads_as_the_same(name, more):
-    before = read(accelerate(sharding_strategy=name, **more) | {"mixed_precision": "bf16"}).target
-    written = yaml.safe_load(accelerate2(before))
-    refused = [note for note in notes_on_accelerate(before) if note.support == "refused"]
-    if name == "NO_SHARD":  # which version 2 cannot say; DistributedDataParallel trains the same, in float32
-        assert (written["distributed_type"], "fsdp_config" in written, bool(refused)) == ("MULTI_GPU", False, True)
-        return
-    assert not refused
-    after = read(written).target
-    for field in ("mesh", "reshard_after_forward", "wrap", "offload", "checkpoint_activations", "rank0_loads"):
-        assert getattr(after, field) == getattr(before, field), field
-    assert after.state_dict_type == (before.state_dict_type or "sharded")
-    assert (after.precision.param, after.precision.reduce) == (before.precision.param, before.precision.reduce)
-
-
 def test_all_wrong_values_are_said_at_once():
     config = accelerate(sharding_strategy=6, offload_params="perhaps", min_num_params=-1) | {"mixed_precision": "int8"}
     with pytest.raises(TranslationError) as error:
@@ -131,7 +105,6 @@ def test_context_parallel_ranks_shard_and_tensor_parallel_ones_do_not():
     section = {f"parallelism_config_{key}": value for key, value in sizes.items()}
     target = read(accelerate(version=2) | {"parallelism_config": section}).target
     assert (target.mesh, target.axes) == (MeshSpec.sharded(8), {"tp": 2, "cp": 4})
-    assert read(yaml.safe_load(accelerate2(target))).target == replace(target, state_dict_type="sharded")
     with pytest.raises(TranslationError, match="make 16 ranks, but there are 8"):
         read(accelerate(version=2) | {"parallelism_config": section, "num_processes": 8})
 

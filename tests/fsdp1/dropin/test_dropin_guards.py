@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.fsdp1.dropin import guards, roots
-from shardkit.fsdp1.dropin.record import record_of
+from shardkit.fsdp1.dropin import guards
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from shardkit.testing import distributed, fake_world
 
@@ -65,38 +64,6 @@ def test_guards_come_once_with_the_first_model_and_go():
     assert {name: inspect.signature(getattr(TorchFSDP, name)) for name in first} == signatures
     guards.uninstall()
     assert all(inspect.getattr_static(TorchFSDP, name) is before[name] for name in before)
-
-
-# --- What is said ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unsaid(monkeypatch):
-    monkeypatch.setattr(roots, "_shown", False)
-    monkeypatch.delenv(roots.QUIET, raising=False)
-
-
-def test_the_plans_and_notes_are_printed_once_to_stderr(unsaid, capsys):
-    with fake_world(2):
-        model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)), limit_all_gathers=False)
-        assert capsys.readouterr().err == ""
-        model.check_is_root()
-        first = capsys.readouterr()
-        assert first.out == ""
-        assert str(record_of(model).translation.plan) in first.err
-        assert f"\n0: {record_of(model[0]).translation.plan}" in first.err
-        assert "- limit_all_gathers=False: noted" in first.err
-        assert "use_orig_params" not in first.err  # a default
-        FSDP(nn.Linear(2, 2)).check_is_root()
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("rank", "quiet", "said"), [(0, "0", True), (0, "1", False), (1, "", False)])
-def test_it_is_said_by_rank_0_unless_it_is_silenced(unsaid, monkeypatch, capsys, rank, quiet, said):
-    monkeypatch.setenv(roots.QUIET, quiet)
-    with fake_world(2, rank):
-        FSDP(nn.Linear(2, 2)).check_is_root()
-    assert bool(capsys.readouterr().err) == said
 
 
 # --- The scaler -----------------------------------------------------------------------------------------------------

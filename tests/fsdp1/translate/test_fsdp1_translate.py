@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 from shardkit import MeshSpec
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import SUPPORT, Translation, parse_strategy, resolve_strategy, translate_fsdp1
-from shardkit.replacements import ARGUMENTS, FIELDS, OURS, ROWS, STRATEGIES, tables
+from shardkit.fsdp1.translate.notes import ROWS
 from shardkit.testing import fake_world
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -42,28 +42,21 @@ def notes_by_argument(translation):
 # The table.
 
 
-def test_the_table_has_every_argument_field_and_strategy_of_fsdp1():
-    expected = [name for name in inspect.signature(FullyShardedDataParallel.__init__).parameters if name != "self"]
-    assert list(ARGUMENTS) == expected
-    fields = [("mixed_precision", MixedPrecision), ("cpu_offload", CPUOffload)]
-    assert list(FIELDS) == [f"{name}.{field.name}" for name, kind in fields for field in dataclasses.fields(kind)]
-    assert list(STRATEGIES) == [strategy.name for strategy in ShardingStrategy]
-    assert {row.support for row in (*ROWS.values(), *STRATEGIES.values())} <= SUPPORT.keys()
+def test_the_table_has_every_argument_and_field_of_fsdp1_and_so_has_the_page():
+    expected = set(inspect.signature(FullyShardedDataParallel.__init__).parameters) - {"self"}
+    for name, kind in (("mixed_precision", MixedPrecision), ("cpu_offload", CPUOffload)):
+        expected |= {f"{name}.{field.name}" for field in dataclasses.fields(kind)}
+    assert set(ROWS) == expected | {"ranks_per_node", "world_size"}
+    text = PAGE.read_text()
+    assert all(f"| `{name}` |" in text for name in (*ROWS, *(each.name for each in ShardingStrategy)))
+    assert {answer.partition(": ")[0] for answer in ROWS.values()} <= SUPPORT.keys()
 
 
 def test_the_arguments_are_fsdp1s_with_its_defaults():
     theirs = dict(inspect.signature(FullyShardedDataParallel.__init__).parameters)
     ours = dict(inspect.signature(translate_fsdp1).parameters)
-    assert list(ours) == ["model", *list(theirs)[2:], *OURS]
+    assert list(ours) == ["model", *list(theirs)[2:], "ranks_per_node", "world_size"]
     assert all(ours[name].default == theirs[name].default for name in list(theirs)[2:])
-
-
-def test_the_tables_of_the_page_are_rendered_from_the_table():
-    """When it fails: put what ``python -m shardkit.replacements`` prints in their places."""
-    text = PAGE.read_text()
-    for table in tables():
-        assert table in text, f"run python -m shardkit.replacements, and replace in {PAGE.name} the table of:\n{table}"
-    assert text.count(" | Support | ") == len(list(tables()))
 
 
 # Any arguments.
