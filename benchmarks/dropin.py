@@ -122,7 +122,8 @@ class Side:
 
     def synced(self, last: bool) -> AbstractContextManager[None]:
         """What a micro-batch runs in: FSDP1's ``no_sync``, and FSDP2's flag, until the last."""
-        if isinstance(self.model, FSDPModule) and not isinstance(self.model, DropIn):  # the drop-in's wrapper answers for the module's methods too
+        # The drop-in answers for the methods of FSDPModule too.
+        if isinstance(self.model, FSDPModule) and not isinstance(self.model, DropIn):
             self.model.set_requires_gradient_sync(last)
             return nullcontext()
         return nullcontext() if last else self.model.no_sync()  # type: ignore[no-any-return]

@@ -159,14 +159,11 @@ def shard_model(
     return apply_agreed(model, plan, device_mesh, sync_module_states)
 
 
-def _within(
-    budget: int | str, model: nn.Module, plan: ShardingPlan, example_batch: Any
-) -> ShardingPlan:
+def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, example_batch: Any) -> ShardingPlan:
     """Return the plan that fits the budget; rank 0 logs how it was chosen."""
     if example_batch is None:
         raise PlanError(
-            "memory_budget needs example_batch: activations depend on the batch. "
-            "Pass one rank's micro-batch."
+            "memory_budget needs example_batch: activations depend on the batch. Pass one rank's micro-batch."
         )
     from shardkit.memory import plan_for_budget
 

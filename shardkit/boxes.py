@@ -205,7 +205,7 @@ class Batch:
         sizes = [view.numel() * dtype.itemsize for view, dtype in parts]
         data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         pieces = []
-        for (view, dtype), piece in zip(parts, data.split(sizes), strict=True):
+        for (view, dtype), piece in zip(parts, torch.split(data, sizes), strict=True):
             pieces.append((view, piece.view(dtype).view(view.shape)))
         return data, pieces
 
@@ -358,10 +358,10 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
             replicated = []
             for like, full, dtype in bucket:
                 sent = min(like.dtype, dtype, key=_by_size)
-                is_on_all = isinstance(like, DTensor) and like.device_mesh.size() == len(ranks.ranks)
-                if is_on_all and in_boxes(like):
-                    _scatter_boxes(like, full, sent, batch, ranks.root)
-                    replicated.append(like)
+                sharded = like if isinstance(like, DTensor) else None
+                if sharded is not None and sharded.device_mesh.size() == len(ranks.ranks) and in_boxes(sharded):
+                    _scatter_boxes(sharded, full, sent, batch, ranks.root)
+                    replicated.append(sharded)
                 else:
                     _write(like, _broadcast(like, full, sent, device, ranks.root, group))
             batch.run()

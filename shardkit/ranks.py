@@ -135,9 +135,7 @@ def from_first(value: Any, groups: Groups, source: int = 0) -> Any:
     return value
 
 
-def extremes(
-    lows: list[int], highs: list[int], groups: Groups
-) -> tuple[list[int], list[int]]:
+def extremes(lows: list[int], highs: list[int], groups: Groups) -> tuple[list[int], list[int]]:
     """Return the lowest of each low and the highest of each high over all ranks. Collective.
 
     One all-reduce for each group finds both: the lowest is the highest of the negatives, negated.
@@ -212,9 +210,7 @@ def raise_together(
         same = {"call": call, **poll.same}
         own = digest(same)
         failed = int(problem is not None)
-        (lowest,), (highest, any_failed, poll.any) = extremes(
-            [own], [own, failed, int(poll.own)], groups
-        )
+        (lowest,), (highest, any_failed, poll.any) = extremes([own], [own, failed, int(poll.own)], groups)
         if not any_failed and lowest == highest:
             return
         if not any_failed:
@@ -229,9 +225,7 @@ def raise_together(
 
 
 @contextmanager
-def together(
-    groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None
-) -> Iterator[Poll]:
+def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None) -> Iterator[Poll]:
     """Run a body without collectives; when it raises on any rank, every rank raises.
 
     As :func:`raise_together` says. With ``call``, the public function that begins here, ranks that
@@ -282,10 +276,7 @@ def _difference(same: Mapping[str, Any], groups: Groups, call: str | None, fix: 
         how = listing(by_rank[ranks[0]][name], _MOST)
         parts.append(f"{where} from rank {first} in {name} ({how})")
     problem = f"{call} was called differently" if call else "ranks disagree"
-    return (
-        f"{problem}: {'; '.join(parts)}. All ranks must make the same call with the same arguments. "
-        f"{fix}."
-    )
+    return f"{problem}: {'; '.join(parts)}. All ranks must make the same call with the same arguments. {fix}."
 
 
 def _unlike(model: Any, other: Any) -> list[str]:

@@ -175,4 +175,5 @@ def slot_of(fsdp_param: Any) -> tuple[int, str]:
 
 def module_of(fsdp_param: Any) -> nn.Module:
     """Return the module that registers an ``FSDPParam``. Local, pure."""
-    return fsdp_param._module_info.module
+    module: nn.Module = fsdp_param._module_info.module
+    return module

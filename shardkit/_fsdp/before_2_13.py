@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from shardkit._torch import units_of
 
 _Unit: Any = FSDPParamGroup
+_Module: Any = FSDPModule
 
 
 def _filling(original: Callable[..., None]) -> Callable[..., None]:
@@ -77,5 +78,5 @@ def _reset_iter_state(self: Any) -> None:
 
 _Unit.reduce_scatter_unused_params = False
 _Unit.post_backward = _filling(_Unit.post_backward)
-FSDPModule.set_reduce_scatter_unused_params = _set_reduce_scatter_unused_params
-FSDPModule.reset_iter_state = _reset_iter_state
+_Module.set_reduce_scatter_unused_params = _set_reduce_scatter_unused_params
+_Module.reset_iter_state = _reset_iter_state

@@ -28,9 +28,7 @@ def run_fsdp1_policy(
     policy: Any, model: nn.Module, ignored_modules: set[nn.Module], kwargs: dict[str, Any]
 ) -> dict[nn.Module, dict[str, Any]]:
     """Return the modules that a policy object would wrap, each with the arguments of FSDP1 for it; pure."""
-    return cast(
-        "dict[nn.Module, dict[str, Any]]", policy._run_policy(model, ignored_modules, kwargs)
-    )
+    return cast("dict[nn.Module, dict[str, Any]]", policy._run_policy(model, ignored_modules, kwargs))
 
 
 def run_callable(
@@ -85,9 +83,7 @@ def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
         # Read by that conversion only; the reduction asks the unit (torch 2.11 to 2.15).
         param.reduce_dtype = param.param_dtype or param.orig_dtype
         if hasattr(param, "unsharded_grad_dtype") and hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad_dtype = (
-                None  # torch 2.15 set the reduce dtype, which autograd accumulates in
-            )
+            param._unsharded_param.grad_dtype = None  # torch 2.15 set the reduce dtype, which autograd accumulates in
     try:
         yield
     finally:
@@ -111,10 +107,7 @@ def asked_by_checkpoint() -> bool:
     models of torch's own class only (torch 2.11 to 2.13).
     """
     frame = inspect.currentframe()
-    while (
-        frame is not None
-        and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict"
-    ):
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back
     return frame is not None
 
@@ -126,17 +119,13 @@ def reduce_unused_beside_used(model: nn.Module) -> None:
     None; optimizers then apply weight decay and momentum to them.
     """
     for unit in fsdp_units(model):
-        if (
-            getattr(unit.post_backward, "func", None) is not _post_backward
-        ):  # set already for an inner model
+        if getattr(unit.post_backward, "func", None) is not _post_backward:  # set already for an inner model
             unit.post_backward = partial(_post_backward, unit, unit.post_backward)
 
 
 @not_compiled
 def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
-    unit.reduce_scatter_unused_params = any(
-        map(has_gradient, unit.fsdp_params)
-    )  # torch 2.13 reads it next
+    unit.reduce_scatter_unused_params = any(map(has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
     original()
 
 

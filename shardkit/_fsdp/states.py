@@ -84,7 +84,7 @@ def drop_unreduced_gradients(unit: FSDPUnit, params: Iterable[Any] | None = None
     reduce-scattered for the whole unit before the all-reduce, with its layout (since 2.15).
     """
     for param in unit.fsdp_params if params is None else params:
-        unit._partial_reduce_output = None  # type: ignore[attr-defined]
+        unit._partial_reduce_output = None
         getattr(unit, "_partial_reduce_output_layout", {}).clear()
         if "unsharded_accumulated_grad" in vars(param):
             param.unsharded_accumulated_grad = None

@@ -49,9 +49,7 @@ def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
     return facts
 
 
-def check_same_start(
-    model: nn.Module, ignored: Collection[str], groups: Groups, sync_module_states: bool
-) -> None:
+def check_same_start(model: nn.Module, ignored: Collection[str], groups: Groups, sync_module_states: bool) -> None:
     """Raise on every rank unless all start from the same values, or can receive the first rank's.
 
     A sample of each tensor is compared bit by bit, by one all-reduce. Tensors on meta are left out,
@@ -81,9 +79,7 @@ def _copied(state: Tensor, groups: Groups) -> Groups:
     return tuple(group for group in groups if dist.get_process_group_ranks(group) not in split)
 
 
-def _unequal(
-    states: Mapping[str, Tensor], groups: Groups, sync_module_states: bool
-) -> PlanError | None:
+def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: bool) -> PlanError | None:
     """Return the error for states that are not alike on all ranks, None if they are. Collective."""
     samples: list[Any] = _samples(states.values())
     if sync_module_states:  # only the place matters, since the values are overwritten
@@ -161,15 +157,15 @@ def _samples(states: Iterable[Tensor]) -> list[list[list[int]] | None]:
             if any(part.is_meta for part in parts):
                 places.append(None)
                 continue
-            place = []
+            place: list[tuple[torch.device, int]] = []
             for part in parts:
                 place.append((part.device, len(by_device[part.device])))
                 by_device[part.device].append(_sample(part))
             places.append(place)
         rows = {device: torch.stack(found).tolist() for device, found in by_device.items()}
     samples: list[list[list[int]] | None] = []
-    for place in places:
-        samples.append(None if place is None else [rows[device][row] for device, row in place])
+    for rows_of in places:
+        samples.append(None if rows_of is None else [rows[device][row] for device, row in rows_of])
     return samples
 
 

@@ -178,9 +178,7 @@ def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
         )
     found = spec_of(mesh)
     if found.shape != spec.shape or found.axis_names != spec.axis_names:
-        raise PlanError(
-            f"mesh is {found}, and the plan was made for {spec}. Make the plan with this mesh."
-        )
+        raise PlanError(f"mesh is {found}, and the plan was made for {spec}. Make the plan with this mesh.")
     if mesh.device_type not in ("cpu", accelerator()):
         raise PlanError(
             f"mesh is on {mesh.device_type!r}, and this process has {accelerator()!r}. "

@@ -221,9 +221,9 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
         _let_ranks_skip(model, plan, mesh.get_all_groups())
     if plan.prefetch:
         _prefetch(model, plan)
-    for unit in fsdp_units(model):
-        if unit.post_forward_mesh_info not in (None, unit.mesh_info):
-            with_timeout_of_world(unit.post_forward_mesh_info.mesh)  # made by fully_shard for an int
+    for made in fsdp_units(model):
+        if made.post_forward_mesh_info not in (None, made.mesh_info):
+            with_timeout_of_world(made.post_forward_mesh_info.mesh)  # made by fully_shard for an int
     for unit in plan.units:
         if unit.reshard_after_forward is False and "" not in unit.modules:
             # torch warns that in-place changes of a view would remove the hook that gathers for
@@ -242,9 +242,7 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
     for unit in plan.units:
         module: Any = model.get_submodule(unit.modules[0])
         is_checkpointed = bool(unit.checkpoint_activations)
-        made[unit] = SkippableUnit(
-            unit.name, module, unit.may_skip, unit in inside, is_checkpointed, exchange
-        )
+        made[unit] = SkippableUnit(unit.name, module, unit.may_skip, unit in inside, is_checkpointed, exchange)
     for caller, called in callers(plan).items():
         made[caller].calls.extend(made[unit] for unit in called)
     watch_calls([made[caller] for caller in callers(plan)])
@@ -256,11 +254,11 @@ def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
         module = model.get_submodule(unit.modules[0])
         if unit.modules != ("",) and isinstance(module, FSDPModule):
             modules.append(module)
-    for index, module in enumerate(modules):
+    for index, sharded in enumerate(modules):
         ahead = modules[index + 1 : index + 1 + plan.prefetch]
         behind = modules[max(0, index - plan.prefetch) : index]
-        module.set_modules_to_forward_prefetch(ahead)
-        module.set_modules_to_backward_prefetch(behind[::-1])
+        sharded.set_modules_to_forward_prefetch(ahead)
+        sharded.set_modules_to_backward_prefetch(behind[::-1])
 
 
 def _warn_and_refuse(model: nn.Module, plan: ShardingPlan) -> None:

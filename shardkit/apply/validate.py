@@ -18,9 +18,7 @@ from shardkit.planning.build import method_problems
 from shardkit.planning.tree import ModelTree, assign, tie_problem
 
 
-def check_plan(
-    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None, apart: Collection[str] = ()
-) -> None:
+def check_plan(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None, apart: Collection[str] = ()) -> None:
     """Raise one PlanError that lists why ``plan`` cannot be applied to ``model``; local.
 
     ``apart`` are FQNs of modules that are sharded already on purpose, as FSDP1 nested its wrappers,
@@ -54,10 +52,7 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
     """
     problems = []
     if not tree.params:
-        problems.append(
-            f"model has no parameters to shard, a {type(tree.root.module).__name__}. "
-            "Pass the whole model."
-        )
+        problems.append(f"model has no parameters to shard, a {type(tree.root.module).__name__}. Pass the whole model.")
     skipped = set()
     for fqn in apart:
         node = tree.find(fqn)
@@ -112,7 +107,7 @@ def _of_another_model(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 
 
 def _wrong_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    units = [[tree.find(fqn) for fqn in unit.modules] for unit in plan.units]
+    units = [[tree.node(fqn) for fqn in unit.modules] for unit in plan.units]
     owned, in_several = assign(tree, units, set(plan.unsharded))
     if in_several:
         yield from (tie_problem(tree, fqn) for fqn in in_several)

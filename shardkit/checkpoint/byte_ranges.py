@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -255,8 +255,5 @@ def flush_file(path: Path) -> None:
 
 def flush_directory(path: Path) -> None:
     """Flush the names in a directory to the disk. Local; some network file systems refuse, and do not need it."""
-    with open_file(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
-        try:
-            os.fsync(descriptor)
-        except OSError:
-            pass
+    with open_file(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor, suppress(OSError):
+        os.fsync(descriptor)

@@ -96,7 +96,8 @@ def _write_safetensors(source: Source, place: Path) -> None:
                 "optimizer numbers its parameters. Numbers count the parameters of a model. Load it into the model "
                 "with load_checkpoint, and save that."
             )
-    tensors, extra_state = {}, {}
+    tensors: dict[str, Any] = {}
+    extra_state: dict[str, Any] = {}
     for name, value in read_values(source, contents.model).items():
         is_tensor = isinstance(value, torch.Tensor) and not is_extra(name)
         (tensors if is_tensor else extra_state)[name] = value

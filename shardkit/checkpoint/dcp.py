@@ -67,7 +67,9 @@ class DcpDirectory:
         self.contents: Contents = contents_of(_nested(leaves, found.planner_data or {}), str(directory))
 
     def _damaged(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self._directory} is damaged: {problem}. Load an earlier checkpoint, or copy it again.")
+        return CheckpointError(
+            f"{self._directory} is damaged: {problem}. Load an earlier checkpoint, or copy it again."
+        )
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a part of. Local."""

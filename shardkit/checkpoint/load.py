@@ -36,7 +36,7 @@ from shardkit.checkpoint.source import (
 )
 from shardkit.checkpoint.torch_files import SUFFIXES, Shapes, TorchFiles, rank_files
 from shardkit.errors import CheckpointError, listing
-from shardkit.ranks import highest, one_group, own_rank, together
+from shardkit.ranks import extremes, one_group, own_rank, together
 from shardkit.state.load import KeyMap, Request, among_floats, plan_load, raise_listed, rename, writable
 from shardkit.state.model import ModelState, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
@@ -111,7 +111,7 @@ def load_checkpoint(
         poll.own = not all(is_here)
     elsewhere = set()  # what other ranks load, such as other stages of a pipeline
     if poll.any:
-        is_anywhere = highest([int(each) for each in is_here], groups)
+        _, is_anywhere = extremes([], [int(each) for each in is_here], groups)
         elsewhere = {name for name, here, there in zip(names, is_here, is_anywhere, strict=True) if there > here}
     with together(groups, CheckpointError):
         read = _plan(source, model, state, optimizer, scheduler, request, elsewhere)
@@ -141,7 +141,8 @@ def _plan(
     if scheduler is not None and contents.scheduler is None:
         raise CheckpointError(f"{request.where} has no scheduler. Leave the argument out.")
     targets, others, check_ties = _plan_model(source, state, request, elsewhere)
-    moments, finish = [], None
+    moments: list[tuple[str, torch.Tensor]] = []
+    finish = None
     if optimizer is not None:
         moments, finish = _plan_optimizer(model, optimizer, source, request, elsewhere)
 

@@ -204,7 +204,10 @@ def _check_place(place: Path, overwrite: bool) -> None:
 
 
 def _move(draft: Path, place: Path) -> None:
-    """Move the files of a model into a directory. In between it has no config.json, so that nothing loads half of it."""
+    """Move the files of a model into a directory.
+
+    In between it has no config.json, so that nothing loads half of it.
+    """
     place.mkdir(parents=True, exist_ok=True)
     old = [each for each in place.iterdir() if _OURS.fullmatch(each.name)]
     for each in sorted(old, key=lambda file: not file.name.endswith("config.json")):
@@ -234,8 +237,8 @@ class Export(NamedTuple):
         tensors |= {new: group.targets[name] for group, names in self.groups for name, new in names.items()}
         specs = {}
         for name, tensor in tensors.items():
-            is_cast = dtype is not None and tensor.is_floating_point()
-            specs[name] = Spec(dtype if is_cast else tensor.dtype, tensor.shape)
+            cast = dtype if tensor.is_floating_point() else None
+            specs[name] = Spec(cast or tensor.dtype, tensor.shape)
         return specs
 
     def write_configs(self, place: Path, dtype: torch.dtype | None) -> None:

@@ -14,7 +14,7 @@ from shardkit._torch.dispatch import accelerator_state, default_generator
 
 def random_states() -> dict[str, Any]:
     """Return the states of this process's generators by kind; None for an accelerator's before its first use. Local."""
-    states = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    states: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         states[accelerator.type] = accelerator_state()

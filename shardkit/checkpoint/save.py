@@ -38,11 +38,11 @@ from shardkit.checkpoint.source import pack, refuse_subclasses, unpack
 from shardkit.errors import CheckpointError, ShardkitError, listing
 from shardkit.ranks import (
     Groups,
-    both_ways,
+    digest,
     each_equal,
+    extremes,
     from_first,
     gather_by_rank,
-    highest,
     one_group,
     own_rank,
     sum_over_ranks,
@@ -258,7 +258,7 @@ def _agree(snapshot: Snapshot, groups: Groups, ranks: Sequence[int]) -> dict[str
 
     owners = dict.fromkeys(table, ranks[0])
     if not same_tensors:
-        owners = _merge_stages(snapshot, both_ways([table, options])[0], groups)
+        owners = _merge_stages(snapshot, digest([table, options]), groups)
     on_slices = []
     for key in owners:
         tensor = snapshot.tensors.get(key)
@@ -275,15 +275,16 @@ def described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {getattr(tensor, 'placements', 'plain')}"
 
 
-def _merge_stages(snapshot: Snapshot, digest: int, groups: Groups) -> dict[str, int]:
+def _merge_stages(snapshot: Snapshot, stage_id: int, groups: Groups) -> dict[str, int]:
     """Merge the plain data of all stages, each sent by its first rank; return the first rank of each tensor."""
     first_ranks: dict[int, int] = {}
-    for rank, found in gather_by_rank(digest, groups).items():
+    for rank, found in gather_by_rank(stage_id, groups).items():
         first_ranks.setdefault(found, rank)
     own, owners = pack(snapshot.plain, "the state").hex(), dict[str, int]()
     merged: dict[str, Any] = {}
     for rank in sorted(first_ranks.values()):
-        source = dist.get_group_rank(groups[0] or dist.group.WORLD, rank)
+        group: Any = groups[0] or dist.group.WORLD
+        source = dist.get_group_rank(group, rank)
         stage = unpack(bytes.fromhex(from_first(own, groups, source)))
         if not merged:
             merged = stage | {"model": {}, "extra_state": {}}
@@ -335,12 +336,17 @@ def _check_replicas(tensors: Mapping[str, Tensor], keys: Sequence[str], groups: 
         for group in mesh.get_all_groups():
             dist.all_reduce(total, group=group)
         sums[numbers] = total.cpu()
-    least = -(1 << 62)  # what ranks give that do not have it
-    both = []
+    most = 1 << 62  # more than any sum
+    lows, highs = [], []  # of a rank without the tensor they change nothing
     for key, total in zip(keys, sums.tolist(), strict=True):
-        both += [total, -total] if isinstance(tensors.get(key), DTensor) else [least, least]
-    most = highest(both, groups)
-    differ = [key.partition("/")[2] for key, a, b in zip(keys, most[::2], most[1::2], strict=True) if a not in (least, -b)]
+        is_here = isinstance(tensors.get(key), DTensor)
+        lows.append(total if is_here else most)
+        highs.append(total if is_here else -most)
+    lows, highs = extremes(lows, highs, groups)
+    differ = []
+    for key, low, high in zip(keys, lows, highs, strict=True):
+        if low < high:
+            differ.append(key.partition("/")[2])
     if differ:
         raise CheckpointError(
             f"{len(differ)} tensors are full on several meshes, with different values: {listing(differ)}. A tensor "

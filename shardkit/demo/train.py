@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardkit import apply_plan, clip_grad_norm_, full_state_dict, init_on_meta, materialize, plan_model, shard_model
+from shardkit import apply_plan, clip_grad_norm_, full_state_dict, init_on_meta, materialize, plan_model
 from shardkit.memory import MemoryReport, estimate, memory_report
 
 SEED, LEARNING_RATE, MAX_NORM = 0, 3e-3, 0.5

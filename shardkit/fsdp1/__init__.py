@@ -25,9 +25,7 @@ from shardkit.fsdp1.translate.strategy import Resolved as Resolved
 from shardkit.fsdp1.translate.strategy import parse_strategy as parse_strategy
 from shardkit.fsdp1.translate.strategy import resolve_strategy as resolve_strategy
 
-if (
-    typing.TYPE_CHECKING
-):  # at run time by __getattr__, with whatever the installed torch has beside these
+if typing.TYPE_CHECKING:  # at run time by __getattr__, with whatever the installed torch has beside these
     from torch.distributed.fsdp import *  # type: ignore[assignment]  # noqa: F403  all but the class, which is ours
     from torch.distributed.fsdp import FlatParameter as FlatParameter
 

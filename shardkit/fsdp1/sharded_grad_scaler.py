@@ -23,13 +23,9 @@ class ShardedGradScaler(grads.GradScaler, TorchShardedGradScaler):
     (torch 2.13). ``unscale_`` is collective, and so is a ``step`` without it.
     """
 
-    __init__ = (
-        TorchShardedGradScaler.__init__
-    )  # the order of its arguments is not that of other scalers
+    __init__ = TorchShardedGradScaler.__init__  # the order of its arguments is not that of other scalers
 
-    def unscale_grads(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> Tensor:
+    def unscale_grads(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Tensor:
         """Unscale the gradients of the sharded parameters, also where the optimizer was built before wrapping."""
         settle(optimizer)
         return super().unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)

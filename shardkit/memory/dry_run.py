@@ -29,7 +29,7 @@ def plan_checked(tree: ModelTree, mesh: MeshSpec, request: Request, batch: Any) 
     uses = dry_run(tree.root.module, plan, batch)
     while uses.outside:
         wrong = [unit for unit in plan.units if unit.name in uses.outside]
-        found = {tree.find(fqn) for unit in wrong for fqn in unit.modules}
+        found = {tree.node(fqn) for unit in wrong for fqn in unit.modules}
         if not by_default or all(node.used_uncalled for node in found):
             raise PlanError("\n".join(_problem(u.name, uses.outside[u.name]) for u in wrong))
         for node in found:

@@ -35,9 +35,7 @@ def _whole_plan(plan: PlanData) -> Iterator[str]:
             "with a policy of its own, or set ignored_params."
         )
     if type(plan.prefetch) is not int or plan.prefetch < 0:
-        yield (
-            f"prefetch must be a number of units, 0 or more, got {plan.prefetch!r}. Use prefetch=1."
-        )
+        yield (f"prefetch must be a number of units, 0 or more, got {plan.prefetch!r}. Use prefetch=1.")
     if plan.replicated and not any(unit.params for unit in plan.units):
         yield (
             f"model has no parameter that can be sharded: {listing(plan.replicated, 6)} are scalars, "
@@ -99,8 +97,7 @@ def _shard_dims(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
         fix = f"Use another dim, or dim 0, for {fqn}."
         if not 0 <= dim < len(shape):
             yield (
-                f"{fqn} is sharded on dim {dim} in {unit.name}, where its shape is {shape}. Dims count "
-                f"from 0. {fix}"
+                f"{fqn} is sharded on dim {dim} in {unit.name}, where its shape is {shape}. Dims count from 0. {fix}"
             )
         elif shape[dim] % mesh.shard_size:
             yield (

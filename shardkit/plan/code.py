@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch.distributed.fsdp import CPUOffloadPolicy
+
 from shardkit.errors import listing
 from shardkit.plan.check import children_first
 from shardkit.plan.data import PlanData, mp_policy_to_dict
@@ -126,7 +128,7 @@ def python(plan: PlanData, before: str = "") -> str:
     policies = {unit.checkpoint_activations for unit in plan.units} - {False}
     cast = plan.replicated_modules()
     code = [_HEADER.rstrip()]
-    for policy in sorted(policies - {True, "selective"}):
+    for policy in sorted(map(str, policies - {True, "selective"})):
         code.append(f"import {policy.partition(':')[0]}")
     if policies:
         code.append(_CHECKPOINT)
@@ -178,28 +180,19 @@ def _runs_in_order(plan: PlanData) -> list[list[ShardUnit]]:
 def _setup_code(plan: PlanData) -> list[str]:
     mesh = plan.mesh
     code = ['device_type = "cuda" if torch.cuda.is_available() else "cpu"']
-    code.append(
-        f"mesh = init_device_mesh(device_type, {mesh.shape}, mesh_dim_names={mesh.axis_names})"
-    )
+    code.append(f"mesh = init_device_mesh(device_type, {mesh.shape}, mesh_dim_names={mesh.axis_names})")
     if mesh.shard_axes > 1:
         joined = mesh.on(None)
-        code.append(
-            f"joined = init_device_mesh(device_type, {joined.shape}, "
-            f"mesh_dim_names={joined.axis_names})"
-        )
+        code.append(f"joined = init_device_mesh(device_type, {joined.shape}, mesh_dim_names={joined.axis_names})")
     dims = [pair for unit in plan.units for pair in unit.shard_dims]
     if dims:
         code.append("dims = {")
         for fqn, dim in dims:
             code.append(f"    {_quoted(fqn)}: {dim},")
         code.append("}")
-        code.append(
-            "placements = {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}"
-        )
+        code.append("placements = {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}")
     if plan.unsharded:
-        code.append(
-            f"ignored_params = {{model.get_parameter(name) for name in {list(plan.unsharded)}}}"
-        )
+        code.append(f"ignored_params = {{model.get_parameter(name) for name in {list(plan.unsharded)}}}")
     if plan.replicated:
         code.append(f"replicated = [model.get_parameter(name) for name in {list(plan.replicated)}]")
         code.append("for param in replicated:")
@@ -213,6 +206,7 @@ def _run_code(plan: PlanData, run: Sequence[ShardUnit]) -> list[str]:
     if len(run) == 1:
         return _unit_code(plan, run[0], [_quoted(fqn) for fqn in run[0].modules])
     around, first = counted(run[0])
+    assert first is not None  # only counted units are folded into a run
     names = []
     for parts in around:
         before, after = (_quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in parts)
@@ -234,7 +228,7 @@ def _unit_code(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> list[st
     elif unit.checkpoint_activations == "selective":
         code.append("    checkpoint_forward(module, context_fn=selective)")
     elif unit.checkpoint_activations:
-        policy = unit.checkpoint_activations.replace(":", ".")
+        policy = str(unit.checkpoint_activations).replace(":", ".")
         contexts = f"functools.partial(create_selective_checkpoint_contexts, {policy})"
         code.append(f"    checkpoint_forward(module, context_fn={contexts})")
     if unit.compile:
@@ -249,7 +243,7 @@ def _unit_code(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> list[st
         fields.append(f"{name}=torch.{value}" if isinstance(value, str) else f"{name}={value}")
     if fields:
         given.append(f"mp_policy=MixedPrecisionPolicy({', '.join(fields)})")
-    if unit.offloads:
+    if isinstance(unit.offload_policy, CPUOffloadPolicy):
         given.append(f"offload_policy=CPUOffloadPolicy(pin_memory={unit.offload_policy.pin_memory})")
     if plan.unsharded:
         given.append("ignored_params=ignored_params")

@@ -109,10 +109,10 @@ class PlanData:
         for spec in self.params:
             for name in (spec.fqn, *spec.aliases):
                 if spec.fqn in replicated and spec.shards:
-                    unit = next(fqn for fqn in ancestors(name) if fqn in units)
+                    around = next(fqn for fqn in ancestors(name) if fqn in units)
                     for module in ancestors(name):
-                        if unit in dtypes and module not in with_others:
-                            found[module] = dtypes[unit]
+                        if around in dtypes and module not in with_others:
+                            found[module] = dtypes[around]
         return found
 
     def trains(self, unit: ShardUnit) -> bool:

@@ -62,7 +62,7 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> dict[str, str]:
     if specs:
         row["parameters"] = count(sum(spec.numel for spec in specs)) + each
         row["bytes"] = nbytes(sum(spec.nbytes for spec in specs)) + each
-    dtypes = {}  # trained ones first
+    dtypes: dict[str, None] = {}  # trained ones first
     for spec in sorted(specs, key=lambda spec: (not spec.trainable, str(spec.dtype))):
         dtypes[dtype_name(spec.dtype) + ("" if spec.trainable else " frozen")] = None
     row["dtype"] = ", ".join(dtypes)
@@ -111,9 +111,9 @@ def _footer(plan: PlanData) -> list[str]:
         names = [fqn or "(root)" for fqn, tiles in plan.tiles if tiles == number]
         listed[f"in {number} tiles of tokens"] = names
     listed["methods that gather"] = plan.forward_methods
-    for title, names in listed.items():
-        if names:
-            lines.append(f"{title}: {listing(names, 6)}")
+    for title, items in listed.items():
+        if items:
+            lines.append(f"{title}: {listing(items, 6)}")
     counts = plan.collectives()
     lines.append(
         f"one forward and backward: {counts.all_gathers} all-gathers, "

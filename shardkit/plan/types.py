@@ -170,8 +170,7 @@ class MeshSpec:
         shards = self.axis_names[cut:]
         if axis not in (None, shards[0]):
             raise PlanError(
-                f"mesh of a unit must be None, for all axes that shard, or {shards[0]!r} of {self}, got "
-                f"{axis!r}."
+                f"mesh of a unit must be None, for all axes that shard, or {shards[0]!r} of {self}, got {axis!r}."
             )
         size = self.shard_size if axis is None else self.shape[cut]
         return MeshSpec((*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1)

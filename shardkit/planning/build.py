@@ -203,9 +203,7 @@ def plan_of(tree: ModelTree, mesh: MeshSpec, draft: Draft) -> ShardingPlan:
         replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
         prefetch=draft.prefetch,
         forward_methods=_forward_methods(tree, draft.forward_methods),
-        tiles=tuple(
-            (node.fqn, draft.tiles[node]) for node in tree.nodes if node in draft.tiles
-        ),
+        tiles=tuple((node.fqn, draft.tiles[node]) for node in tree.nodes if node in draft.tiles),
         notes=tuple(notes),
     )
     plan = balanced(plan, unsplit)
@@ -231,15 +229,13 @@ def plan_from_units(
     notes = []
     selections, uncalled = [], []
     for fqn, settings in units.items():
-        node = tree.find(fqn)
+        node = tree.node(fqn)
         if node is tree.root or has_forward(node.module):
             selections.append(Selection((node,), settings, reshard=node is not tree.root))
         else:
             uncalled.append(fqn)
     if uncalled:
-        notes.append(
-            f"{listing(uncalled, 6)}: has no forward, so the unit around it gathers its parameters"
-        )
+        notes.append(f"{listing(uncalled, 6)}: has no forward, so the unit around it gathers its parameters")
 
     left_alone = set(ignored)
     selections, tie_notes = join_ties(tree, selections, left_alone)
@@ -291,9 +287,7 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
         ) from error
 
 
-def _unit(
-    tree: ModelTree, selection: Selection, params: list[str], settings: Settings
-) -> ShardUnit:
+def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
     chosen = selection.overrides
     # Recomputing a lone embedding, norm or head saves nothing, and neither does the whole model.
     first = selection.modules[0]
@@ -303,9 +297,8 @@ def _unit(
     policy = chosen.get("checkpoint_activations", is_block and settings.checkpoint_activations)
     dim = chosen.get("shard_dim")
     dims = []
-    for fqn in params if dim else ():
-        if len(tree.specs[fqn].shape) > dim:
-            dims.append((fqn, dim))
+    if dim:
+        dims = [(fqn, dim) for fqn in params if len(tree.specs[fqn].shape) > dim]
     return ShardUnit(
         modules=fqns,
         params=tuple(params),
@@ -325,8 +318,7 @@ def _unit(
 def _forward_methods(tree: ModelTree, methods: Iterable[str]) -> tuple[str, ...]:
     if isinstance(methods, str):
         raise PlanError(
-            f"forward_methods must be a list of names, got the string {methods!r}. "
-            f"Pass forward_methods=[{methods!r}]."
+            f"forward_methods must be a list of names, got the string {methods!r}. Pass forward_methods=[{methods!r}]."
         )
     names = list(methods)
     if callable(getattr(tree.root.module, "generate", None)):

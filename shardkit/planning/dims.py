@@ -106,9 +106,6 @@ def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
                 kept.append((fqn, dim))
         units.append(replace(unit, shard_dims=tuple(kept)))
         if undone:
-            notes.append(
-                f"{listing(undone, 2)}: on dim 0, because {mesh} does not divide the dim that a rule "
-                "gave"
-            )
+            notes.append(f"{listing(undone, 2)}: on dim 0, because {mesh} does not divide the dim that a rule gave")
     keep = {spec.fqn for spec in plan.params if spec.tensor_parallel}
     return balanced(replace(moved, units=tuple(units), notes=tuple(notes)), keep)

@@ -24,22 +24,23 @@ from shardkit.planning.tree import (
 )
 
 
-def join_ties(
-    tree: ModelTree, selections: list[Selection], skipped: Set[str]
-) -> tuple[list[Selection], list[str]]:
+def join_ties(tree: ModelTree, selections: list[Selection], skipped: Set[str]) -> tuple[list[Selection], list[str]]:
     """Return units in which each tied parameter has one owner, and a note for what the root takes.
 
     The modules that share the parameter become one unit. Where one of them is around another, or is
     the root, the outer one owns the parameter.
     """
-    notes = []
+    notes: list[str] = []
     while True:  # each round joins a tie or dissolves a unit; in the end the root owns everything
         _, in_several = assign(tree, [each.modules for each in selections], skipped)
         if not in_several:
             return selections, notes
         owners = tree.owners[in_several[0]]
         around = units_around(tree, [each.modules for each in selections])
-        owning = [selections[index] for index in sorted(set().union(*map(around.get, owners)))]
+        indices: set[int] = set()
+        for owner in owners:
+            indices |= around[owner]
+        owning = [selections[index] for index in sorted(indices)]
         sharing: list[ModuleNode] = []
         for owner in owners:
             sharing += called_around(owner)
@@ -53,9 +54,7 @@ def join_ties(
             selections = _join(selections, owning, sharing)
 
 
-def _join(
-    selections: list[Selection], owning: list[Selection], sharing: list[ModuleNode]
-) -> list[Selection]:
+def _join(selections: list[Selection], owning: list[Selection], sharing: list[ModuleNode]) -> list[Selection]:
     """Make one unit of these modules and of the owning units with modules at or below them."""
     inside = {below for node in sharing for below in node.subtree()}
     joined = [each for each in owning if not inside.isdisjoint(each.modules)]
@@ -106,12 +105,9 @@ def split_dtypes(
             new.append(Selection(modules, selection.overrides, selection.reshard))
     notes = []
     if new:
-        modules = outermost([node for each in new for node in each.modules])
-        names = listing([node.fqn for node in modules], 4)
-        notes.append(
-            f"{names}: train in another dtype than the modules around them, so they are separate "
-            "units"
-        )
+        apart = outermost([node for each in new for node in each.modules])
+        names = listing([node.fqn for node in apart], 4)
+        notes.append(f"{names}: train in another dtype than the modules around them, so they are separate units")
     if odd:
         size = nbytes(sum(tree.specs[fqn].nbytes for fqn in odd))
         notes.append(
@@ -122,9 +118,7 @@ def split_dtypes(
     return [*selections, *new], odd, notes
 
 
-def _trains_only(
-    tree: ModelTree, node: ModuleNode, dtype: torch.dtype, selection: Selection
-) -> bool:
+def _trains_only(tree: ModelTree, node: ModuleNode, dtype: torch.dtype, selection: Selection) -> bool:
     """Whether a module of a unit can be taken out of it to train this dtype."""
     if node in selection.modules or not is_called(node):
         return False

@@ -184,7 +184,8 @@ def select(tree: ModelTree, rules: Rule | Sequence[Rule] | None) -> Chosen:
     """
     if rules is None:
         return Chosen(units=None)
-    chosen = Chosen(units=[])
+    units: list[Selection] = []
+    chosen = Chosen(units)
     in_units: dict[ModuleNode, str] = {}  # the text of the rule that took each module
     in_tiles: dict[ModuleNode, str] = {}
     makes_units = False
@@ -208,7 +209,7 @@ def select(tree: ModelTree, rules: Rule | Sequence[Rule] | None) -> Chosen:
                 check_settings(rule.text, selection.overrides)
                 _check_callable(rule, selection)
             _check_dim(tree, rule, selections)
-            chosen.units += selections
+            units += selections
     if not makes_units and (chosen.tiles or chosen.replicated):
         chosen.units = None
     return chosen
@@ -250,9 +251,7 @@ def _check_callable(rule: UnitRule, selection: Selection) -> None:
             )
 
 
-def _checked_replicated(
-    tree: ModelTree, rule: UnitRule, selection: Selection
-) -> list[ModuleNode]:
+def _checked_replicated(tree: ModelTree, rule: UnitRule, selection: Selection) -> list[ModuleNode]:
     nodes = [below for node in selection.modules for below in node.subtree()]
     split = {fqn for node in nodes for fqn in node.params if tree.specs[fqn].tensor_parallel}
     if split:
@@ -297,9 +296,7 @@ def as_rule(rule: Rule) -> UnitRule:
     )
 
 
-def _rule_for(
-    text: str, matches: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides
-) -> UnitRule:
+def _rule_for(text: str, matches: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides) -> UnitRule:
     def select(tree: ModelTree, _: Set[ModuleNode]) -> list[Selection]:
         found = []
         for node in tree.nodes:
@@ -346,8 +343,7 @@ def check_settings(rule: str, settings: Mapping[str, Any]) -> None:
     unknown = settings.keys() - _TYPES.keys()
     if unknown:
         raise PlanError(
-            f"{rule} has an unknown setting, {listing(sorted(unknown))}. "
-            f"A unit's settings are {listing(_TYPES)}."
+            f"{rule} has an unknown setting, {listing(sorted(unknown))}. A unit's settings are {listing(_TYPES)}."
         )
     for name, value in settings.items():
         if value is not None and not isinstance(value, _TYPES[name]):

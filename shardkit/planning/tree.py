@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -136,14 +137,18 @@ class ModelTree:
             return spec._replace(tensor_parallel=True)
         return spec if spec.trainable else spec._replace(element_bytes=_element_bytes(param))
 
+    def node(self, fqn: str) -> ModuleNode:
+        """The module of a path, also of a further path of a shared module."""
+        return self._by_module[id(self.root.module.get_submodule(fqn))]
+
     def find(self, fqn: str) -> ModuleNode | None:
-        """The module of a path, also of a further path of a shared module; None without one."""
+        """The module of a path, None without one."""
         try:
-            return self._by_module.get(id(self.root.module.get_submodule(fqn)))
+            return self.node(fqn)
         except AttributeError:
             return None
 
-    def fqn_of(self, param: nn.Parameter | str) -> str | None:
+    def fqn_of(self, param: torch.Tensor | str) -> str | None:
         """The first FQN of a parameter, given itself or any of its FQNs; None if it is not here."""
         if isinstance(param, str):
             return param if param in self.params else self._aliases.get(param)
@@ -170,9 +175,7 @@ def outermost(nodes: Sequence[ModuleNode]) -> list[ModuleNode]:
 # --- Which unit owns a parameter ----------------------------------------------------------------
 
 
-def units_around(
-    tree: ModelTree, units: Sequence[Sequence[ModuleNode]]
-) -> dict[ModuleNode, frozenset[int]]:
+def units_around(tree: ModelTree, units: Sequence[Sequence[ModuleNode]]) -> dict[ModuleNode, frozenset[int]]:
     """The unit that is gathered while a module runs: the innermost around it.
 
     Several, by index, where a module is registered in several units.
@@ -266,7 +269,8 @@ def reads(outer: ModuleNode, node: ModuleNode) -> bool:
     and DTensor"; a dry run with ``example_batch`` finds it before.
     """
     name = node.fqn.rpartition(".")[2]
-    source = _forward_source(type(outer.module))
+    cls: Any = type(outer.module)
+    source = _forward_source(cls)
     if f"{name}." not in source:
         return False
     attributes = "|".join(map(re.escape, [*node.module._parameters, "forward"]))

@@ -78,7 +78,7 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 def replicated_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of the model that :func:`replicate` keeps. Local, pure."""
-    found = set()
+    found: set[nn.Parameter] = set()
     for unit in fsdp_units(model):
         call = unit.finalize_backward
         while isinstance(call, _Reduction):
@@ -146,8 +146,8 @@ class _Replicated:
         if self.hooked is not param:
             self.hooked, self.is_own, self.reduced = param, True, None
             param.register_hook(self._before_accumulation)  # type: ignore[no-untyped-call]
-            after = WeakMethod(self._after_accumulation)  # the collector does not see these hooks
-            param.register_post_accumulate_grad_hook(lambda param: after()(param))
+            after: Any = WeakMethod(self._after_accumulation)  # the collector does not see these hooks
+            param.register_post_accumulate_grad_hook(lambda param: after()(param))  # type: ignore[no-untyped-call]
 
     def _before_accumulation(self, gradient: Tensor) -> None:
         grad = self.param.grad  # autograd.grad() comes here too, so nothing may change yet

@@ -214,9 +214,7 @@ def _warn_of_added(name: str, held: set[int]) -> None:
             )
 
 
-def low_precision_problem(
-    named: Iterable[tuple[str, Tensor]], subject: str | None = None
-) -> str | None:
+def low_precision_problem(named: Iterable[tuple[str, Tensor]], subject: str | None = None) -> str | None:
     """Say which parameters train in low precision without float32 masters; None if none does.
 
     ``named`` has parameters by name; ``subject`` is what the message is about, instead of them.

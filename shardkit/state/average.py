@@ -122,13 +122,14 @@ class ShardedAverage(nn.Module):
                 thawed.append(name)
         if differing:
             raise ShardkitError(
-                f"{listing(sorted(differing))} differs from the average. Names, shapes, dtypes, devices and placements "
-                "must be those of the model that it was made from. Make it from this model, after sharding and moving it."
+                f"{listing(sorted(differing))} differs from the average. Names, shapes, dtypes, devices and "
+                "placements must be those of the model that it was made from. Make it from this model, after "
+                "sharding and moving it."
             )
         if thawed:
             raise ShardkitError(
-                f"{listing(thawed)} trains now, and was frozen when the average was made, which has no copy of it. Make "
-                "a new average after requires_grad_(True)."
+                f"{listing(thawed)} trains now, and was frozen when the average was made, which has no copy of it. "
+                "Make a new average after requires_grad_(True)."
             )
         return sorted(pairs.values(), key=lambda pair: not isinstance(pair[0], nn.Parameter))
 

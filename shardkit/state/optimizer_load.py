@@ -133,7 +133,7 @@ def plan_state(
     """
     params = {name: param for param, name in parameter_names(model).items()}
     present = sharded_optimizer_state_dict(model, optimizers, initialize=initialize)["state"]
-    existing = tensor_leaves(present)
+    existing: dict[str, Tensor] = tensor_leaves(present)
     plan = StatePlan({}, {}, [])
 
     for fqn, entry in saved.items():

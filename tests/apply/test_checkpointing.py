@@ -13,7 +13,7 @@ from matrix import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardkit import apply_plan, MeshSpec, PlanError, ShardkitError, plan_model, shard_model
+from shardkit import MeshSpec, PlanError, ShardkitError, apply_plan, plan_model, shard_model
 from shardkit._torch.dispatch import TorchDispatchMode
 from shardkit.testing import distributed
 

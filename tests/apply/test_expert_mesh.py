@@ -123,11 +123,9 @@ def test_what_cannot_work_is_refused_on_every_rank():
         (split, {"plan": made}, "is a DTensor already"),
     ]
     for model, arguments, found in cases:
+        shard = apply_plan if "plan" in arguments else shard_model
         with pytest.raises(PlanError) as error:
-            if "plan" in arguments:
-                apply_plan(model, **arguments)
-            else:
-                shard_model(model, **arguments)
+            shard(model, **arguments)
         assert found in str(error.value), str(error.value)
         assert_same_on_all_ranks(torch.tensor(len(str(error.value))))
         assert not any(hasattr(module, "unshard") for module in model.modules())

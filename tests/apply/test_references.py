@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -16,16 +16,15 @@ from small_moe import MoE
 from torch import Tensor, nn
 
 from shardkit import (
-    apply_plan,
     MeshSpec,
     PlanError,
     ShardingPlan,
     ShardkitError,
     accumulate,
+    apply_plan,
     by_class,
     by_name,
     plan_model,
-    shard_model,
 )
 from shardkit.testing import comm_counts, distributed, fake_world
 from shardkit.tiles import tiled

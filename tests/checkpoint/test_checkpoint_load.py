@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import warnings
 
 import pytest
-import saved_before
 import torch
 import torch.distributed.checkpoint as dcp
 from meshes import mesh_of
@@ -17,7 +15,7 @@ from trees import assert_same
 
 from shardkit.checkpoint import byte_ranges, convert_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
-from shardkit.state import full_optimizer_state_dict, full_state_dict, sharded_optimizer_state_dict
+from shardkit.state import full_optimizer_state_dict, sharded_optimizer_state_dict
 from shardkit.testing import distributed
 
 

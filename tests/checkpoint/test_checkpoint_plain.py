@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import random
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 
 import pytest
 import torch

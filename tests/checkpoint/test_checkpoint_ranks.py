@@ -62,7 +62,12 @@ load_on_2, load_on_3, load_on_4 = (distributed(world_size=n, backend="gloo")(loa
 
 @pytest.mark.parametrize(
     ("mesh", "format", "async_"),
-    [("fsdp", "safetensors", False), ("hsdp", "safetensors", True), ("fsdp", "safetensors", True), ("hsdp", "safetensors", False)],
+    [
+        ("fsdp", "safetensors", False),
+        ("hsdp", "safetensors", True),
+        ("fsdp", "safetensors", True),
+        ("hsdp", "safetensors", False),
+    ],
 )
 def test_training_goes_on_bit_for_bit(mesh, format, async_, tmp_path):
     save_on_4(tmp_path / "step-2", MESHES[mesh], format, async_)

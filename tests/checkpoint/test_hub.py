@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import PermuteForRope, WeightConverter
 
 from shardkit import full_state_dict, init_on_meta, load_pretrained, save_checkpoint, save_pretrained, shard_model
-from shardkit.checkpoint import byte_ranges, convert_checkpoint, load_checkpoint, named_full_tensors
+from shardkit.checkpoint import byte_ranges, convert_checkpoint, named_full_tensors
 from shardkit.checkpoint.byte_ranges import part_of, staged
 from shardkit.errors import CheckpointError, ShardkitError
 from shardkit.testing import distributed

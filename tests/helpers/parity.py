@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from zoo import ZOO, Entry
 
-from shardkit import apply_plan, ShardingPlan, accumulate, plan_model, shard_model
+from shardkit import ShardingPlan, accumulate, apply_plan, plan_model
 from shardkit.optim import step_on_local_shards
 
 OPTIMIZERS = {

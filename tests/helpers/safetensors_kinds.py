@@ -116,7 +116,7 @@ def assert_holds(tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> list[NewFile]:
     """Write ``model.safetensors`` from all ranks, each its own bytes, as save_checkpoint does."""
     check_savable(tensors)
-    groups, ranks = one_group()
+    groups, _ = one_group()
     files, entries = plan_files(directory, "model", {n: Spec(t.dtype, t.shape) for n, t in tensors.items()})
     parts = list(parts_to_write(tensors, entries, dict.fromkeys(tensors, 0)))
     written = write_parts(files, parts, create=own_rank() == 0)

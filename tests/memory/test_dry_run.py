@@ -14,8 +14,8 @@ from small_models import Block, Decoder, snapshot
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import torch_version
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, group, init_on_meta, plan_model, shard_model
+from shardkit._torch import torch_version
 from shardkit.errors import PlanError
 from shardkit.testing import distributed, fake_world
 

@@ -168,9 +168,7 @@ class TiedAbove(nn.Module):
         return self.head(self.model(x))
 
 
-MODELS = {
-    each.__name__: each for each in (ReadTable, LateTable, attentions, routers, scans, TiedAbove, Twice)
-}
+MODELS = {each.__name__: each for each in (ReadTable, LateTable, attentions, routers, scans, TiedAbove, Twice)}
 
 
 def units(model: nn.Module) -> list[str]:

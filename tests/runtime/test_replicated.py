@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardkit import (
-    apply_plan,
     MeshSpec,
     ShardingPlan,
     ShardkitError,
+    apply_plan,
     by_class,
     init_on_meta,
     load_checkpoint,

@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import (
-    apply_plan,
     MeshSpec,
     PlanError,
     ShardingPlan,
     ShardkitError,
     accumulate,
+    apply_plan,
     by_class,
     by_name,
     group,

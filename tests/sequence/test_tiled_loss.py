@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import (
-    apply_plan,
     MeshSpec,
     MixedPrecisionPolicy,
     ShardkitError,
     accumulate,
+    apply_plan,
     by_name,
     global_token_count,
     group,

@@ -77,10 +77,7 @@ def from_config(
     reading = read_config(config, ranks, format=format)
     if strict and reading.refused:
         raise TranslationError(
-            "\n".join(
-                message(note.argument, f"{note.value} is refused", note.sentence, "")
-                for note in reading.refused
-            )
+            "\n".join(message(note.argument, f"{note.value} is refused", note.sentence, "") for note in reading.refused)
         )
     return build(reading.target, model, reading.notes, ranks)
 

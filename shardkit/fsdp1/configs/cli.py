@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from shardkit.errors import TranslationError
-from shardkit.fsdp1.configs import FORMATS, read_config
+from shardkit.fsdp1.configs import read_config
+from shardkit.fsdp1.configs.formats import FORMATS
 from shardkit.fsdp1.configs.target import Ranks, build
 from shardkit.memory.report import positive
 from shardkit.planning.build import named_model

@@ -273,7 +273,7 @@ def _role(config: Config) -> str:
         return ""
     ours = [key for key, engine in engines.items() if "fsdp" in engine] or list(engines)
     chosen = "actor_train" if "actor_train" in ours else ours[0]
-    pipeline = {key: "elsewhere: For the pipeline." for key in map(str, config.values)}
+    pipeline = dict.fromkeys(map(str, config.values), "elsewhere: For the pipeline.")
     pipeline |= dict.fromkeys(engines, "elsewhere: Another role: translate it separately.")
     config.read({**pipeline, chosen: SECTION})
     return chosen
@@ -314,9 +314,7 @@ def _with_experts(config: Config, mesh: MeshSpec | None, size: int) -> MeshSpec 
         return mesh
     if mesh is None or mesh.shard_size % size:
         of = "an unknown number of" if mesh is None else mesh.shard_size
-        config.problem(
-            "ep_size", f"{size} must divide the ranks that shard, {of} ranks", "Correct it"
-        )
+        config.problem("ep_size", f"{size} must divide the ranks that shard, {of} ranks", "Correct it")
         return mesh
     shape = (*mesh.shape[:-1], mesh.shard_size // size, size)
     return MeshSpec(shape, (*mesh.axis_names[:-1], "efsdp", "ep"), 2)
@@ -329,8 +327,7 @@ FORMATS: dict[str, Callable[[Config, Ranks], Target]] = {
     "roll": read_roll,
 }
 _SIGNS = {  # keys that only one tool has; transformers' come last, since axolotl passes them on
-    "accelerate": "distributed_type compute_environment main_training_function num_machines "
-    "parallelism_config",
+    "accelerate": "distributed_type compute_environment main_training_function num_machines parallelism_config",
     "axolotl": "base_model datasets micro_batch_size sequence_len fsdp_version "
     "fsdp_final_state_dict_type dp_shard_size dp_replicate_size context_parallel_size adapter",
     "roll": "strategy_args strategy_config strategy_name fsdp_size wrap_policy",
@@ -342,8 +339,9 @@ def format_of(config: Mapping[Any, Any]) -> str:
     """Return the format of a configuration, recognized by its keys."""
     found = {}
     for name, signs in _SIGNS.items():
-        if seen := [sign for sign in signs.split() if sign in config]:
-            found[name] = seen
+        there = [sign for sign in signs.split() if sign in config]
+        if there:
+            found[name] = there
     for key, value in config.items():
         if isinstance(value, Mapping) and "strategy_args" in value:
             found.setdefault("roll", []).append(f"{key}.strategy_args")
@@ -351,8 +349,8 @@ def format_of(config: Mapping[Any, Any]) -> str:
         found.pop("transformers", None)
     if len(found) == 1:
         return next(iter(found))
-    seen = ", and of ".join(f"{name} ({listing(signs, 3)})" for name, signs in found.items())
-    problem = f"has keys of {seen}" if seen else "has none of the keys of a known format"
+    several = ", and of ".join(f"{name} ({listing(signs, 3)})" for name, signs in found.items())
+    problem = f"has keys of {several}" if several else "has none of the keys of a known format"
     known = "; ".join(f"{name} ({listing(signs.split(), 3)})" for name, signs in _SIGNS.items())
     rule = f"Formats and some of their keys are {known}"
     raise TranslationError(message("config", problem, rule, "Name it with format=, or --format"))

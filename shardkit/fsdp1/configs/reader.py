@@ -98,7 +98,7 @@ Table: TypeAlias = Mapping[str, "Key | str"]
 SECTION = "elsewhere: Empty, or not read beside the others."
 
 
-def switch(on: str, off: str = "implied: Off.", default: bool = False, kind: Kind = BOOLEAN) -> Key:
+def switch(on: str, off: str = "implied: Off.", default: bool | None = False, kind: Kind = BOOLEAN) -> Key:
     """A key that is true or false."""
     return Key(kind, {True: on, False: off}, default)
 
@@ -118,13 +118,14 @@ class Config:
 
     def section(self, path: str = "") -> Mapping[Any, Any]:
         """Return the section at a dotted path, empty if there is none."""
-        found: Any = self.values
+        found = self.values
         for key in path.split(".") if path else ():
-            found = found.get(key) or {}
-            if not isinstance(found, Mapping):
-                problem = f"must be a section of keys and values, got {found!r}"
+            inner = found.get(key) or {}
+            if not isinstance(inner, Mapping):
+                problem = f"must be a section of keys and values, got {inner!r}"
                 self.problem(path, problem, "Indent its keys below it")
                 return {}
+            found = inner
         return found
 
     def read(self, table: Table, path: str = "", prefix: str = "") -> dict[str, Any]:

@@ -113,9 +113,7 @@ def _plan(target: Target, model: nn.Module) -> Any:
     precision, offload = target.precision, fsdp.OffloadPolicy()
     if target.offload:
         offload = fsdp.CPUOffloadPolicy(target.pin_memory and accelerator() != "cpu")
-    mp_policy = fsdp.MixedPrecisionPolicy(
-        precision.param, precision.reduce or precision.param, precision.output
-    )
+    mp_policy = fsdp.MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output)
     return plan_model(
         model,
         units=[*_rules(target, model, mp_policy), by_name("", **_root(target))],
@@ -131,9 +129,7 @@ def _root(target: Target) -> Overrides:
     return Overrides(reshard_after_forward=target.root_reshards)
 
 
-def _rules(
-    target: Target, model: nn.Module, mp_policy: fsdp.MixedPrecisionPolicy
-) -> Iterator[Rule]:
+def _rules(target: Target, model: nn.Module, mp_policy: fsdp.MixedPrecisionPolicy) -> Iterator[Rule]:
     """Yield the rules for units, the narrower ones first."""
     wrap = target.wrap
     if target.mesh is not None and "ep" in target.mesh.axis_names:
@@ -184,7 +180,7 @@ def _end(model: nn.Module, which: str) -> str:
     module = getattr(model, f"get_{which}_embeddings", lambda: None)()
     for fqn, each in model.named_modules():
         if each is module:
-            return fqn
+            return str(fqn)
     problem = f"needs a model with get_{which}_embeddings()"
     raise TranslationError(message("wrap_policy", problem, "", "Turn it off"))
 

@@ -92,9 +92,7 @@ def _no_longer_root(wrapped: nn.Module) -> None:
         set_cast_forward_inputs(wrapped, casts_inputs(record.precision, is_root=False))
 
 
-def _cast_buffers(
-    module: nn.Module, translation: Translation, record: Record, inner: dict[str, nn.Module]
-) -> None:
+def _cast_buffers(module: nn.Module, translation: Translation, record: Record, inner: dict[str, nn.Module]) -> None:
     """Cast the buffers that no inner call has cast, and remember their dtypes for state dicts."""
     dtypes = {
         name: dtype

@@ -24,11 +24,7 @@ from shardkit.errors import message
 from shardkit.fsdp1.dropin import optimizers, tensors
 from shardkit.fsdp1.dropin.record import Unavailable, wrapped_in
 
-_STATICS = [
-    name
-    for name, value in vars(TorchFSDP).items()
-    if isinstance(value, staticmethod) and name[0] != "_"
-]
+_STATICS = [name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"]
 GUARDED = (*_STATICS, "clip_grad_norm_", "no_sync")
 PRIVATE = {  # functions that programs call on a model, by the module of torch.distributed.fsdp
     "_traversal_utils": ("_get_fsdp_states", "_get_fsdp_handles"),
@@ -95,9 +91,7 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     raise Unavailable(message(name, "is a private function of torch's FSDP1", rule, _FIX))
 
 
-def _model_of(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> nn.Module | None:
+def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
     """Return the model among the arguments; None where they do not match the signature, which torch will report."""
     try:
         given = signature.bind(*args, **kwargs).arguments

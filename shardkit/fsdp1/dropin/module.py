@@ -63,7 +63,8 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
     It has the same ``__dict__``, so that all is shared but the class.
     """
-    inner: nn.Module = object.__new__(type(module).plain_class)
+    cls: Any = type(module)
+    inner: nn.Module = object.__new__(cls.plain_class)
     inner.__dict__ = module.__dict__
     return inner
 
@@ -77,9 +78,7 @@ class FSDP1Methods(nn.Module):
         except AttributeError:
             if name in _ATTRIBUTES:
                 return _ATTRIBUTES[name](self, record_of(self))
-            if name not in dir(TorchFSDP) and not name.startswith(
-                ("_handle", "_flat_param", "_all")
-            ):
+            if name not in dir(TorchFSDP) and not name.startswith(("_handle", "_flat_param", "_all")):
                 raise
         rule = "FSDP2 has no flat parameters, handles or streams: each parameter is a DTensor"
         fix = "Use model.parameters(), or module.reshard() and other methods of FSDPModule"
@@ -176,10 +175,10 @@ class _Shards(abc.ABCMeta):  # as the class of checkpoint_wrapper has it
         if hasattr(cls, "plain_class"):  # of a sharded module, as where a ModuleList is sliced
             return cls.plain_class(module, *args, **kwargs)
         if not is_wrapped(module):
-            before = type(module)
+            before: Any = type(module)
             module.__class__ = _mixed(cls, before)
             try:
-                cls.__init__(module, module, *args, **kwargs)
+                cls.__init__(module, module, *args, **kwargs)  # type: ignore[misc]  # of the mixed class
             except BaseException:
                 module.__class__ = before
                 raise
@@ -188,7 +187,7 @@ class _Shards(abc.ABCMeta):  # as the class of checkpoint_wrapper has it
 
 
 @functools.cache
-def _mixed(cls: type, plain: type[nn.Module]) -> type[nn.Module]:
+def _mixed(cls: type, plain: type) -> Any:
     return type(cls)(plain.__name__, (cls, plain), {"plain_class": plain, "__doc__": plain.__doc__})
 
 
@@ -216,6 +215,7 @@ class FullyShardedDataParallel(FSDP1Methods, metaclass=_Shards):
         for each, record in construct(module, Arguments.of(given)).items():
             vars(each)[KEY] = record
             if each is not module:
-                each.__class__ = _mixed(FullyShardedDataParallel, type(each))
+                plain: Any = type(each)
+                each.__class__ = _mixed(FullyShardedDataParallel, plain)
             state.attach(each)
             tensors.adopt(each)

@@ -111,9 +111,7 @@ def optim_state_dict_to_load(
     """
     if is_named_optimizer:
         fix = "Pass the torch.optim.Optimizer that it wraps, or use load_full_optimizer_state_dict"
-        raise Unavailable(
-            message("is_named_optimizer=True", "is not supported", "State is loaded by number", fix)
-        )
+        raise Unavailable(message("is_named_optimizer=True", "is not supported", "State is loaded by number", fix))
     from_rank0 = getattr(_config_of(model), "rank0_only", False)
     result = _to_load(model, optim, optim_state_dict, from_rank0=from_rank0)
     if load_directly:
@@ -169,9 +167,7 @@ def _warn(name: str, replacement: str, optim_input: object = None) -> None:
     warnings.warn(text, FutureWarning, stacklevel=3)
     if optim_input is not None:
         rule = "The optimizer itself says which parameters it holds"
-        raise Unavailable(
-            message("optim_input", "is not supported", rule, "Leave it out, and pass optim")
-        )
+        raise Unavailable(message("optim_input", "is not supported", rule, "Leave it out, and pass optim"))
 
 
 def _config_of(model: nn.Module) -> OptimStateDictConfig:
@@ -185,9 +181,7 @@ def _config_of(model: nn.Module) -> OptimStateDictConfig:
 class _StandIn(Optimizer):
     """What the functions of ``shardkit.state`` read of an optimizer; it records what they load."""
 
-    def __init__(
-        self, model: nn.Module, optim: Optimizer | None, packed: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, optim: Optimizer | None, packed: Mapping[str, Any] | None = None) -> None:
         numbered = list(model.parameters())
         groups: Any = optim.param_groups if optim is not None else [{"params": numbered}]
         self.param_groups, self.state = groups, optim.state if optim is not None else {}  # type: ignore[assignment]
@@ -209,11 +203,7 @@ def _save(
 ) -> dict[str, Any]:
     optimizers.settle(optim)
     source = optim if given is None else _StandIn(model, optim, given)
-    device = (
-        torch.device("cpu")
-        if config.offload_to_cpu
-        else device_of(record_of(wrapped_in(model)[0]).mesh)
-    )
+    device = torch.device("cpu") if config.offload_to_cpu else device_of(record_of(wrapped_in(model)[0]).mesh)
     if isinstance(config, FullOptimStateDictConfig):
         with together(groups_of(model), call="optim_state_dict") as poll:
             state = sharded_optimizer_state_dict(model, source)["state"]
@@ -223,9 +213,7 @@ def _save(
     def copy_of(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return copy.copy(value)
-        return copied(
-            value, device if value.ndim else None
-        )  # a step is on the CPU wherever its parameter is
+        return copied(value, device if value.ndim else None)  # a step is on the CPU wherever its parameter is
 
     made: dict[str, Any] = tree_map(copy_of, sharded_optimizer_state_dict(model, source))
     return made
@@ -249,12 +237,9 @@ def _to_load(
     found = by_name(given or {})
     check_names([stand_in], names, found)
     state = {
-        fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()}
-        for fqn, entry in found["state"].items()
+        fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()} for fqn, entry in found["state"].items()
     }
-    install(
-        [stand_in], names, {"state": state, "param_groups": copy.deepcopy(found["param_groups"])}
-    )
+    install([stand_in], names, {"state": state, "param_groups": copy.deepcopy(found["param_groups"])})
     return stand_in.packed  # type: ignore[return-value]
 
 
@@ -268,8 +253,4 @@ def _placed(value: Any, param: nn.Parameter) -> Any:
     if isinstance(found, DTensor):
         return copied(found, param.to_local().device)
     # Of another shape, such as the row and column means of Adafactor: a DTensor, since it was computed from one.
-    return (
-        replicated(found.to(param.to_local().device, copy=True), param.device_mesh)
-        if found.ndim
-        else found.clone()
-    )
+    return replicated(found.to(param.to_local().device, copy=True), param.device_mesh) if found.ndim else found.clone()

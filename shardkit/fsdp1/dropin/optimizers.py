@@ -29,9 +29,7 @@ from shardkit.shards import as_sharded, local_part
 
 logger = logging.getLogger("shardkit")
 
-_replaced: Any = (
-    WeakIdKeyDictionary()
-)  # from a parameter that was sharded to its replacement and its FQN
+_replaced: Any = WeakIdKeyDictionary()  # from a parameter that was sharded to its replacement and its FQN
 _settled: WeakSet[Optimizer] = WeakSet()  # those that were checked since the last wrapping
 
 
@@ -75,14 +73,8 @@ def settle(optimizer: Optimizer) -> None:
         return
     _settled.add(optimizer)
     _repoint(optimizer)
-    ours = any(
-        isinstance(param, tensors.Sharded)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    )
-    if ours and type(optimizer).__module__.startswith(
-        "torch.optim."
-    ):  # others may not be element-wise
+    ours = any(isinstance(param, tensors.Sharded) for group in optimizer.param_groups for param in group["params"])
+    if ours and type(optimizer).__module__.startswith("torch.optim."):  # others may not be element-wise
         with suppress(ShardkitError):  # those that are not step on DTensors
             step_on_local_shards(optimizer)
 
@@ -92,23 +84,14 @@ def _repoint(optimizer: Optimizer) -> None:
 
     Groups, their order and options stay, and LR schedulers keep working.
     """
-    found = {
-        p: _replaced[p]
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p in _replaced
-    }
+    found = {p: _replaced[p] for group in optimizer.param_groups for p in group["params"] if p in _replaced}
     if not found:
         return
     for group in optimizer.param_groups:
-        group["params"] = [
-            found[param][0] if param in found else param for param in group["params"]
-        ]
+        group["params"] = [found[param][0] if param in found else param for param in group["params"]]
     for old, (new, _) in found.items():
         if old in optimizer.state:
-            optimizer.state[new] = {
-                key: _sharded(value, old, new) for key, value in optimizer.state.pop(old).items()
-            }
+            optimizer.state[new] = {key: _sharded(value, old, new) for key, value in optimizer.state.pop(old).items()}
     logger.warning(
         "%s was built before FSDP(...): its %d parameters were replaced by the sharded ones (%s). "
         "Build it after wrapping, as FSDP2 requires.",
@@ -120,11 +103,6 @@ def _repoint(optimizer: Optimizer) -> None:
 
 def _sharded(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
     """Return this rank's part of state that has the parameter's shape; any other as it is."""
-    if (
-        isinstance(value, Tensor)
-        and value.shape == old.shape
-        and value.ndim
-        and isinstance(new, DTensor)
-    ):
+    if isinstance(value, Tensor) and value.shape == old.shape and value.ndim and isinstance(new, DTensor):
         return as_sharded(local_part(value, new).to(new.to_local().device, copy=True), new)
     return value

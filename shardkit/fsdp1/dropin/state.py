@@ -118,13 +118,9 @@ def state_dict_type(
 def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> Any:
     """Return the state of a wrapped model by its settings, in ``destination`` if given. Collective if FULL."""
     if wants_live():
-        return nn.Module.state_dict(
-            wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
+        return nn.Module.state_dict(wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars)
     found = _by_settings(wrapper)
-    metadata = {
-        f"{prefix}{name}".rstrip("."): each for name, each in state_dict_metadata(found).items()
-    }
+    metadata = {f"{prefix}{name}".rstrip("."): each for name, each in state_dict_metadata(found).items()}
     destination = OrderedDict() if destination is None else destination
     destination.update((prefix + name, value) for name, value in found.items())
     return with_state_dict_metadata(destination, {**state_dict_metadata(destination), **metadata})
@@ -146,22 +142,14 @@ def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
         config, full = ShardedStateDictConfig(), False
     full = full or record.strategy is ShardingStrategy.NO_SHARD
     device = torch.device("cpu") if config.offload_to_cpu else device_of(record.mesh)
-    if (
-        full and not record.summoned
-    ):  # summoned: the parameters are plain, perhaps on this rank alone
-        found = full_state_dict(
-            wrapper, rank0_only=getattr(config, "rank0_only", False), device=device
-        )
+    if full and not record.summoned:  # summoned: the parameters are plain, perhaps on this rank alone
+        found = full_state_dict(wrapper, rank0_only=getattr(config, "rank0_only", False), device=device)
         seen: set[int] = set()
         for (
             name,
             value,
-        ) in (
-            found.items()
-        ):  # as in FSDP1, tied tensors have memory of their own: safetensors asks for it
-            found[name] = (
-                value.clone() if id(value) in seen and isinstance(value, Tensor) else value
-            )
+        ) in found.items():  # as in FSDP1, tied tensors have memory of their own: safetensors asks for it
+            found[name] = value.clone() if id(value) in seen and isinstance(value, Tensor) else value
             seen.add(id(value))
     else:
         found = sharded_state_dict(wrapper)
@@ -210,11 +198,7 @@ def _before_load(
         reshard(wrapper)  # values would go into full parameters, which resharding throws away
     with live_tensors():
         live = nn.Module.state_dict(wrapper, keep_vars=True)
-    offered = {
-        clean_name(name.removeprefix(prefix)): name
-        for name in state_dict
-        if name.startswith(prefix)
-    }
+    offered = {clean_name(name.removeprefix(prefix)): name for name in state_dict if name.startswith(prefix)}
     for found, tensor in live.items():  # in the model's order, which is the same on all ranks
         if (name := offered.get(clean_name(found))) is None:
             continue
@@ -288,15 +272,11 @@ def summon_full_params(
     """
     found = wrapped_or_refuse(module, "summon_full_params")
     wrappers = [each for each in found if recurse or each is module]
-    records = [
-        record for record in map(record_of, wrappers) if not record.summoned
-    ]  # others are full already
+    records = [record for record in map(record_of, wrappers) if not record.summoned]  # others are full already
     if not records:
         yield
         return
-    shown = (
-        all(record.strategy is ShardingStrategy.NO_SHARD for record in records) and not rank0_only
-    )
+    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in records) and not rank0_only
     if not recurse and isinstance(module, FSDPModule):
         _fsdp.initialize(module)  # as a root: units inside it then gather themselves as parts of it
     for record in records:

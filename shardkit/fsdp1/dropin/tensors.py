@@ -96,28 +96,15 @@ class Gradient(_Shard):
         """Compute as for DTensors."""
         name = getattr(func, "__name__", "")
         with plain_attributes():
-            leaves = (
-                [leaf for leaf in tree_leaves(args) if type(leaf) is Gradient]
-                if name not in _READS
-                else []
-            )
-            if any(
-                not leaf.ndim and any(place.is_partial() for place in leaf.placements)
-                for leaf in leaves
-            ):
+            leaves = [leaf for leaf in tree_leaves(args) if type(leaf) is Gradient] if name not in _READS else []
+            if any(not leaf.ndim and any(place.is_partial() for place in leaf.placements) for leaf in leaves):
                 raise _reduced(name)
             found = func(*args, **(kwargs or {}))
             for each in found if isinstance(found, (list, tuple)) else (found,):
                 if type(each) is DTensor:
                     each.__class__ = Gradient
-                    is_number = (
-                        each.dtype != torch.bool
-                    )  # torch 2.14 reduces isfinite(grad).all() over all ranks
-                    if (
-                        leaves
-                        and is_number
-                        and all(place.is_replicate() for place in each.placements)
-                    ):
+                    is_number = each.dtype != torch.bool  # torch 2.14 reduces isfinite(grad).all() over all ranks
+                    if leaves and is_number and all(place.is_replicate() for place in each.placements):
                         raise _reduced(name)  # such as of torch.cat: it gathered the gradients
             return found
 
@@ -130,15 +117,11 @@ class Gradient(_Shard):
     @data.setter
     def data(self, value: Tensor) -> None:
         rule = "torch does not exchange the values of a DTensor"
-        raise TranslationError(
-            message("grad.data", "cannot be assigned", rule, "Assign param.grad itself")
-        )
+        raise TranslationError(message("grad.data", "cannot be assigned", rule, "Assign param.grad itself"))
 
 
 def _reduced(name: str) -> TranslationError:
-    problem = (
-        "computes with numbers of all ranks, where FSDP1 had those of one rank's part of a gradient"
-    )
+    problem = "computes with numbers of all ranks, where FSDP1 had those of one rank's part of a gradient"
     rule = "torch gathers or reduces a DTensor before it computes with it"
     fix = "Use model.clip_grad_norm_(...), or call .item() first: grad.norm().item() ** 2"
     return TranslationError(message(f"{name}()", problem, rule, fix))
@@ -163,10 +146,7 @@ def _mark(param: Any) -> None:
     grad = param.grad
     if type(grad) is DTensor and not _stepping:
         mesh = grad.device_mesh
-        if any(
-            isinstance(place, Shard) and mesh.size(axis) > 1
-            for axis, place in enumerate(grad.placements)
-        ):
+        if any(isinstance(place, Shard) and mesh.size(axis) > 1 for axis, place in enumerate(grad.placements)):
             grad.__class__ = Gradient
 
 
@@ -196,11 +176,7 @@ def _exchange(param: Any, value: Any) -> None:
         param.shape,
         param.placements,
     )
-    if (
-        is_alike
-        and value.dtype == param.dtype
-        and _memory(local_tensor(value)) == _memory(local_tensor(param))
-    ):
+    if is_alike and value.dtype == param.dtype and _memory(local_tensor(value)) == _memory(local_tensor(param)):
         return
     if not is_alike or value.dtype == param.dtype:
         problem = f"cannot be assigned a {type(value).__name__} of {value.dtype} and shape {tuple(value.shape)}"
@@ -238,12 +214,8 @@ def whole_norms(get_total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         with plain_attributes():
             for grad in grads:
                 where = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-                alike[where].append(
-                    with_local(grad, local_tensor(grad)) if isinstance(grad, DTensor) else grad
-                )
-        norms: list[Any] = [
-            get_total_norm(each, norm_type, False, foreach) for each in alike.values()
-        ]
+                alike[where].append(with_local(grad, local_tensor(grad)) if isinstance(grad, DTensor) else grad)
+        norms: list[Any] = [get_total_norm(each, norm_type, False, foreach) for each in alike.values()]
         whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         return get_total_norm(whole, norm_type, error_if_nonfinite)  # the norm of norms is the norm
 

@@ -148,9 +148,7 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
     ]
     units = {fqn: _settings(fqn, own, given, precisions) for fqn, own in wrapped.items()}
     units[""] = _settings("", {}, given, precisions)
-    plan = plan_from_units(
-        tree, units, place.spec, ignored=left_alone, prefetch=int(given.forward_prefetch)
-    )
+    plan = plan_from_units(tree, units, place.spec, ignored=left_alone, prefetch=int(given.forward_prefetch))
     notes = notes_on(model, given, strategy, wrapped, plan)
     if given.sync_module_states:
         plan = replace(plan, notes=(*plan.notes, _SYNC))
@@ -232,9 +230,7 @@ def innermost(fqn: str, units: Collection[str]) -> str:
     return next(name for name in (fqn, *ancestors(fqn)) if name in units)
 
 
-def mp_policy_of(
-    precision: fsdp.MixedPrecision | None, *, is_root: bool
-) -> fsdp.MixedPrecisionPolicy:
+def mp_policy_of(precision: fsdp.MixedPrecision | None, *, is_root: bool) -> fsdp.MixedPrecisionPolicy:
     """FSDP1 reduces in ``param_dtype`` if ``reduce_dtype`` is None; FSDP2 not since torch 2.15."""
     if precision is None:
         return fsdp.MixedPrecisionPolicy()
@@ -278,7 +274,9 @@ def _buffer_dtypes(
     for name, buffer in model.named_buffers():
         fqn = name.rpartition(".")[0]
         precision = precisions[innermost(fqn, precisions)]
-        casts = precision is not None and precision.buffer_dtype is not None
-        if casts and buffer.is_floating_point() and model.get_submodule(fqn) not in ignored:
-            found[name] = precision.buffer_dtype
+        dtype = precision.buffer_dtype if precision is not None else None
+        if dtype is None or not buffer.is_floating_point():
+            continue
+        if model.get_submodule(fqn) not in ignored:
+            found[name] = dtype
     return found

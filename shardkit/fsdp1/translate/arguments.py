@@ -76,15 +76,11 @@ def check_precision(mixed_precision: fsdp.MixedPrecision | None) -> None:
 
 def check_unwrapped(model: nn.Module) -> None:
     """Raise TranslationError if FSDP1 has wrapped the model or part of it."""
-    wrapped = [
-        fqn or "(root)" for fqn, module in model.named_modules() if isinstance(module, TorchFSDP)
-    ]
+    wrapped = [fqn or "(root)" for fqn, module in model.named_modules() if isinstance(module, TorchFSDP)]
     if wrapped:
         rule = "A translation needs the plain model, since FSDP1 flattens parameters"
         fix = "Remove FullyShardedDataParallel, wrap() and enable_wrap()"
-        raise TranslationError(
-            message(listing(wrapped, 6), "is wrapped by FSDP1 already", rule, fix)
-        )
+        raise TranslationError(message(listing(wrapped, 6), "is wrapped by FSDP1 already", rule, fix))
 
 
 def device_of(device_id: Any) -> torch.device | None:

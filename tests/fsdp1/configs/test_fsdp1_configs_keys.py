@@ -8,9 +8,9 @@ from small_models import Decoder
 
 from shardkit import PlanError
 from shardkit.errors import TranslationError
+from shardkit.fsdp1 import SUPPORT
 from shardkit.fsdp1.configs import from_config, keys, read_config
 from shardkit.fsdp1.configs.target import Ranks
-from shardkit.fsdp1 import SUPPORT
 
 MODULES = (keys,)
 TABLES = [
