@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -76,74 +77,67 @@ def is_in_use(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._training_state.name != "IDLE"
 
 
-# What an optimizer's step asks of a unit; ``held`` are ids, since hashing a DTensor costs ten times
-# as much.
+def gathered(fsdp_param: Any) -> Tensor | None:
+    """Return the gathered form of an ``FSDPParam``, which torch keeps from the first gather on. Local, pure."""
+    return getattr(fsdp_param, "_unsharded_param", None)
 
 
 def is_stepped(unit: FSDPUnit, held: Collection[int]) -> bool:
-    """Whether an optimizer holds one of the unit's parameters, or a gathered copy of one."""
+    """Whether an optimizer holds one of the unit's parameters, or a gathered copy of one. Local, pure.
+
+    ``held`` are the ids of its parameters, since hashing a DTensor costs ten times as much.
+    """
     for param in unit.fsdp_params:
-        if id(param.sharded_param) in held or id(_gathered(param)) in held:
+        if id(param.sharded_param) in held or id(gathered(param)) in held:
             return True
     return False
 
 
-def _gathered(fsdp_param: Any) -> Tensor | None:
-    """The gathered parameter, which torch keeps from the first gather on."""
-    return getattr(fsdp_param, "_unsharded_param", None)
+@dataclass
+class StepState:
+    """What a step finds in units, as FQNs of parameters."""
+
+    waiting: list[str] = field(default_factory=list)  # with a gradient that is not reduced
+    copies: list[str] = field(default_factory=list)  # of which the optimizer holds the gathered copy
+    hooked: list[str] = field(default_factory=list)  # with hooks of ``register_hook``
+    written: list[str] = field(default_factory=list)  # that were written to while gathered
+    unused: dict[FSDPUnit, list[str]] = field(default_factory=dict)  # without a gradient, by unit
 
 
-def gathered_copies(unit: FSDPUnit, held: Collection[int]) -> list[str]:
-    """The FQNs of parameters of which an optimizer holds the gathered copy. Local, pure."""
-    return [p._param_fqn for p in unit.fsdp_params if id(_gathered(p)) in held]
+def state_at_step(units: Iterable[FSDPUnit], held: Collection[int]) -> StepState:
+    """Look at the parameters of an optimizer's units. Local, pure.
 
-
-def hooked_parameters(unit: FSDPUnit, held: Collection[int]) -> list[str]:
-    """The FQNs of sharded parameters that have hooks of ``register_hook``. Local, pure."""
-    found = []
-    for param in unit.fsdp_params:
-        if id(param.sharded_param) in held and param.sharded_param._backward_hooks:
-            found.append(param._param_fqn)
-    return found
-
-
-def written_parameters(unit: FSDPUnit) -> list[str]:
-    """The FQNs of parameters that were written to while gathered. Local, pure."""
-    found = []
-    for param in unit.fsdp_params:
-        gathered = _gathered(param)
-        if gathered is not None and gathered._version:  # all-gathers preserve the version
-            found.append(param._param_fqn)
-    return found
-
-
-def unreduced_parameters(unit: FSDPUnit, held: Collection[int]) -> list[str]:
-    """The FQNs of parameters whose gradients wait to be reduced. Local, pure.
-
-    Such a gradient is on the gathered parameter, or in ``reduce_dtype`` beside it (before torch
+    A gradient that waits is on the gathered parameter, or in ``reduce_dtype`` beside it (before torch
     2.15); on an HSDP mesh the reduce-scattered gradients of a unit wait for the all-reduce.
     """
-    found = []
-    for param in unit.fsdp_params:
-        gathered = _gathered(param)
-        if gathered is not None and id(param.sharded_param) in held:
-            waits = gathered.grad is not None or unit._partial_reduce_output is not None
-            if waits or getattr(param, "unsharded_accumulated_grad", None) is not None:
-                found.append(param._param_fqn)
+    # One loop without calls, because it runs in every step.
+    found = StepState()
+    for unit in units:
+        unused, written, has_gradient = [], [], False
+        for param in unit.fsdp_params:
+            sharded, state = param.sharded_param, vars(param)
+            is_held = id(sharded) in held
+            if is_held and sharded.requires_grad:
+                if sharded.grad is None:
+                    unused.append(param._param_fqn)
+                else:
+                    has_gradient = True
+                if sharded._backward_hooks:
+                    found.hooked.append(param._param_fqn)
+            whole = state.get("_unsharded_param")
+            if whole is None:  # never gathered
+                continue
+            if whole._version:  # all-gathers preserve it
+                written.append(param._param_fqn)
+            if id(whole) in held:
+                found.copies.append(param._param_fqn)
+            waits = whole.grad is not None or unit._partial_reduce_output is not None
+            if is_held and (waits or state.get("unsharded_accumulated_grad") is not None):
+                found.waiting.append(param._param_fqn)
+        if has_gradient:
+            found.unused[unit] = unused
+            found.written += written
     return found
-
-
-def without_gradient(unit: FSDPUnit, held: Collection[int]) -> list[str] | None:
-    """The FQNs of trained parameters without a gradient; None if none has one. Local, pure."""
-    found, has_gradient = [], False
-    for param in unit.fsdp_params:
-        sharded = param.sharded_param
-        if id(sharded) in held and sharded.requires_grad:
-            if sharded.grad is None:
-                found.append(param._param_fqn)
-            else:
-                has_gradient = True
-    return found if has_gradient else None
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -171,9 +165,3 @@ def set_post_accumulate_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:
 def slot_of(fsdp_param: Any) -> tuple[int, str]:
     """Return where an ``FSDPParam`` is registered: the ``id`` of its module, and its name there. Local, pure."""
     return id(fsdp_param._module_info.module), fsdp_param._module_info.param_name
-
-
-def module_of(fsdp_param: Any) -> nn.Module:
-    """Return the module that registers an ``FSDPParam``. Local, pure."""
-    module: nn.Module = fsdp_param._module_info.module
-    return module

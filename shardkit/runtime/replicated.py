@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 from shardkit._torch import named_sharded_parameters
+from shardkit._torch.dispatch import version_of
 from shardkit.errors import listing
 from shardkit.runtime.stepping import replicated_waiting
 from shardkit.shards import device_of
@@ -131,6 +132,7 @@ class _Replicated:
     reduced: Tensor | None = None  # set aside
     pending: tuple[Tensor, Tensor] | None = None  # a reduced gradient, and what is to be added
     hooked: nn.Parameter | None = None  # has our hooks
+    version: int = 0  # of .grad, when a backward last added to it
 
     @property
     def param(self) -> nn.Parameter:
@@ -145,21 +147,31 @@ class _Replicated:
         param = self.param
         if self.hooked is not param:
             self.hooked, self.is_own, self.reduced = param, True, None
+            self.version = 0 if param.grad is None else version_of(param.grad)
             param.register_hook(self._before_accumulation)  # type: ignore[no-untyped-call]
             after: Any = WeakMethod(self._after_accumulation)  # the collector does not see these hooks
             param.register_post_accumulate_grad_hook(lambda param: after()(param))  # type: ignore[no-untyped-call]
 
+    def is_zeroed(self) -> bool:
+        """Whether ``zero_grad(set_to_none=False)`` was called since a backward added to ``.grad``."""
+        grad = self.param.grad
+        return grad is not None and version_of(grad) != self.version and not grad.any()
+
+    def _forget_cleared(self) -> None:
+        if self.param.grad is None or (self.reduced is not None and self.is_zeroed()):
+            self.reduced = None
+
     def _before_accumulation(self, gradient: Tensor) -> None:
-        grad = self.param.grad  # autograd.grad() comes here too, so nothing may change yet
-        if grad is None:
-            self.reduced = None  # cleared by zero_grad()
+        self._forget_cleared()
+        grad = self.param.grad  # autograd.grad() comes here too, so it may not change yet
         self.pending = None if self.is_own or grad is None else (grad.clone(), gradient)
 
     def _after_accumulation(self, param: Tensor) -> None:
         if self.pending is not None:
             self.reduced, gradient = self.pending
             param.grad = gradient.detach().clone()
-        self.is_own, self.pending = True, None
+        assert param.grad is not None
+        self.is_own, self.pending, self.version = True, None, version_of(param.grad)
 
     def own_gradient(self) -> Tensor | None:
         """The gradient of this rank that is not reduced yet."""
@@ -169,9 +181,8 @@ class _Replicated:
         """Set ``.grad`` from the sum over the ranks; ``used`` counts those with a gradient."""
         param = self.param
         own = self.own_gradient()
-        before = None  # after zero_grad()
-        if param.grad is not None:
-            before = self.reduced if self.is_own else param.grad
+        self._forget_cleared()
+        before = self.reduced if self.is_own else param.grad
         self.is_own, self.reduced = False, None
         if before is None and own is None and not used.item():
             return
@@ -195,10 +206,13 @@ class _Reduction:
         replicated_waiting.add(self)
 
     def waiting(self) -> list[nn.Parameter]:
-        """Return the parameters with a gradient that is not reduced yet. Local, pure."""
+        """Return the parameters with a gradient that is not reduced yet, and not cleared. Local, pure.
+
+        Ranks must agree, so a gradient of zeros waits too, unless something wrote zeros later.
+        """
         waiting = []
         for each in self.replicated:
-            if each.own_gradient() is not None:
+            if each.own_gradient() is not None and not each.is_zeroed():
                 waiting.append(each.param)
         return waiting
 

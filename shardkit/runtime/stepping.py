@@ -25,13 +25,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import (
     FSDPUnit,
+    StepState,
     fsdp_units,
-    gathered_copies,
-    hooked_parameters,
     is_stepped,
-    unreduced_parameters,
-    without_gradient,
-    written_parameters,
+    state_at_step,
 )
 from shardkit._torch import named_sharded_parameters, plain_attributes
 from shardkit.errors import ShardkitError, listing
@@ -54,7 +51,7 @@ class _Stepped:
 
     held: set[int]  # ids of its parameters
     watched: int  # how many units there were to look at
-    units: list[ref[FSDPUnit]] = field(default_factory=list)  # that own one of them
+    units: WeakSet[FSDPUnit]  # that own one of them
     unused: WeakKeyDictionary[Any, list[str]] = field(default_factory=WeakKeyDictionary)
     # by unit, the parameters without a gradient in the first step
 
@@ -103,25 +100,42 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held: set[int] = set()
     for group in optimizer.param_groups:
         held.update(map(id, group["params"]))
-    stepped = _stepped.get(optimizer)
+    name = type(optimizer).__name__
+    for model in asleep:
+        if not held.isdisjoint(map(id, model.parameters())):
+            raise ShardkitError(
+                f"{name}.step() was called while its model is asleep. sleep() has moved its memory to "
+                "the CPU. Call wake(model)."
+            )
     with plain_attributes():
+        stepped = _stepped.get(optimizer)
         if stepped is None or stepped.held != held or stepped.watched != len(_units):
             stepped = _first_look(optimizer, held)
-        name = f"{type(optimizer).__name__}.step()"
-        _refuse_asleep(name, held)
-        waiting = []
-        for weak in stepped.units:
-            unit = weak()
-            if unit is not None:
-                waiting += unreduced_parameters(unit, held)
-                _warn_of_uneven_use(name, unit, stepped)
+        found = state_at_step(stepped.units, held)
+    if found.copies:
+        raise ShardkitError(
+            f"{name} holds {len(found.copies)} gathered copies of parameters: "
+            f"{listing(sorted(found.copies), 6)}. The next all-gather overwrites them, so a step has no "
+            "effect. Build the optimizer right after shard_model, or call model.reshard() before."
+        )
+    if found.hooked or found.written:
+        _warn_of_lost(name, found)
+    for unit, unused in found.unused.items():
+        if stepped.unused.setdefault(unit, unused) != unused:
+            warn_once(
+                f"{name}.step() found gradients of other parameters of a unit than in its first step. "
+                "Where ranks use different ones, such as experts, torch adds up gradients of different "
+                "parameters. Call model.set_reduce_scatter_unused_params(True) before training, unless "
+                "all ranks use the same."
+            )
+    waiting = found.waiting
     for reduction in replicated_waiting:
         for param in reduction.waiting():
             if id(param) in held:
                 waiting.append(f"a replicated parameter of shape {tuple(param.shape)}")
     if waiting:
         raise ShardkitError(
-            f"{name} was called while {len(waiting)} gradients wait to be reduced: "
+            f"{name}.step() was called while {len(waiting)} gradients wait to be reduced: "
             f"{listing(sorted(waiting), 6)}. Only a backward with gradient sync through the whole unit "
             "reduces them, not those under no_sync() or accumulate(last=False), nor of one module of a "
             "unit of several. Run the last micro-batch with accumulate(model, last=True), or drop them "
@@ -129,23 +143,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def _refuse_asleep(name: str, held: set[int]) -> None:
-    for model in asleep:
-        if not held.isdisjoint(map(id, model.parameters())):
-            raise ShardkitError(
-                f"{name} was called while its model is asleep. sleep() has moved its memory to the "
-                "CPU. Call wake(model)."
-            )
-
-
-def _warn_of_uneven_use(name: str, unit: FSDPUnit, stepped: _Stepped) -> None:
-    unused = without_gradient(unit, stepped.held)
-    if unused is not None and stepped.unused.setdefault(unit, unused) != unused:
+def _warn_of_lost(name: str, found: StepState) -> None:
+    if found.hooked:
         warn_once(
-            f"{name} found gradients of other parameters of a unit than in its first step. Where ranks "
-            "use different ones, such as experts, torch adds up gradients of different parameters. "
-            "Call model.set_reduce_scatter_unused_params(True) before training, unless all ranks use "
-            "the same."
+            f"{name}.step() found hooks of register_hook on {listing(found.hooked, 6)}. FSDP2 sets the "
+            "gradient of a sharded parameter without autograd, so the hook is not called. Use "
+            "param.register_post_accumulate_grad_hook, where param.grad is reduced."
+        )
+    if found.written:
+        warn_once(
+            f"{name}.step() found {listing(found.written, 6)} changed while gathered. FSDP2 frees "
+            "gathered parameters, so a change in forward, or after one without backward, is lost. Make "
+            "it a buffer, or change it after optimizer.step(); evaluate under torch.no_grad()."
         )
 
 
@@ -160,38 +169,14 @@ def _first_look(optimizer: Optimizer, held: set[int]) -> _Stepped:
             f"{listing(sorted(stale))}. They no longer belong to the model, so a step has no effect. "
             "Build the optimizer after shard_model."
         )
-    units = [unit for unit in _units if is_stepped(unit, held)]
-    copies, hooked, written = [], [], []
-    for unit in units:
-        copies += gathered_copies(unit, held)
-        hooked += hooked_parameters(unit, held)
-        written += written_parameters(unit)
-    if copies:
-        raise ShardkitError(
-            f"{name} holds {len(copies)} gathered copies of parameters: {listing(sorted(copies), 6)}. "
-            "The next all-gather overwrites them, so a step has no effect. Build the optimizer right "
-            "after shard_model, or call model.reshard() before."
-        )
-    if hooked:
-        warn_once(
-            f"{name}.step() found hooks of register_hook on {listing(hooked, 6)}. FSDP2 sets the "
-            "gradient of a sharded parameter without autograd, so the hook is not called. Use "
-            "param.register_post_accumulate_grad_hook, where param.grad is reduced."
-        )
-    if written:
-        warn_once(
-            f"{name}.step() found {listing(written, 6)} changed while gathered. FSDP2 frees gathered "
-            "parameters, so a change in forward, or after one without backward, is lost. Make it a "
-            "buffer, or change it after optimizer.step(); evaluate under torch.no_grad()."
-        )
     if optimizer not in _stepped and optimizer not in _vouched:
         sharded = [("", param) for param in params if isinstance(param, DTensor)]
         low = low_precision_problem(sharded, name)
         if low:
             logger.warning(low)
     _warn_of_added(name, held)
-    stepped = _Stepped(held, len(_units), [ref(unit) for unit in units])
-    _stepped[optimizer] = stepped
+    units = WeakSet(unit for unit in _units if is_stepped(unit, held))
+    _stepped[optimizer] = stepped = _Stepped(held, len(_units), units)
     return stepped
 
 

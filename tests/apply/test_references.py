@@ -147,6 +147,12 @@ def test_attributes(on_meta: bool) -> None:
         "0.weight"
     ]
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 12.0))
+    model[0].weight.gain = 5.0  # later changes are seen too
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 20.0))
+    model.reshard()
+    assert model[0].weight.gain == 5.0
+    model[0].weight.gain = 6.0
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 24.0))
 
 
 def test_what_torch_keeps_there_stays() -> None:

@@ -334,10 +334,20 @@ def test_a_loss_of_a_scalar_alone_and_gradients_that_were_zeroed_in_place():
         optimizer.step()
 
     model.zero_grad()
-    for zeroed in (True, False):
+    for last in (True, False, True):
+        with accumulate(model, last=last):
+            loss_of(model, rank).backward()
+        if not last:
+            model.zero_grad(set_to_none=False)
+    assert torch.equal(model.scale.grad, reduced)  # nothing that was set aside comes back
+    model.zero_grad()
+    loss_of(model, rank).backward()
+    once = model.scale.grad.clone()
+    with accumulate(model, last=False):
         loss_of(model, rank).backward()
-        assert torch.equal(model.scale.grad, reduced)
-        model.zero_grad(set_to_none=zeroed)
+    model.zero_grad(set_to_none=False)
+    loss_of(model, rank).backward()
+    assert torch.equal(model.scale.grad, once)
 
 
 @distributed(world_size=2)
@@ -350,7 +360,7 @@ def test_a_gradient_of_zeros_on_one_rank_waits_on_all() -> None:
         assert bool(model.scale.grad.any()) == (rank == 0)
         with pytest.raises(ShardkitError, match=r"SGD.step\(\) was called while 1 gradients wait"):
             optimizer.step()
-        model.zero_grad()
+        model.zero_grad(set_to_none=False)
         optimizer.step()
 
 

@@ -110,8 +110,9 @@ class Scaled(nn.Module):
         return self.inner(x) * self.scale
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("frozen", [True, False], ids=["scalars alone", "mixed"])
-def test_a_step_while_gradients_of_replicated_parameters_wait_raises(world, frozen):
+def test_a_step_while_gradients_of_replicated_parameters_wait_raises(world, frozen, to_none):
     model = Scaled()
     model.inner.requires_grad_(not frozen)
     shard_model(model, units=nn.Linear)
@@ -123,7 +124,7 @@ def test_a_step_while_gradients_of_replicated_parameters_wait_raises(world, froz
             optimizers[0].step()
         if frozen:
             optimizers[1].step()  # holds none of them
-        model.zero_grad()
+        model.zero_grad(set_to_none=to_none)
         optimizers[0].step()
         with no_sync(model):
             backward(model)
