@@ -208,7 +208,7 @@ def select(tree: ModelTree, rules: Rule | Sequence[Rule] | None) -> Chosen:
             for selection in selections:
                 check_settings(rule.text, selection.overrides)
                 _check_callable(rule, selection)
-            _check_dim(tree, rule, selections)
+            _check_dims(tree, rule, selections)
             units += selections
     if not makes_units and (chosen.tiles or chosen.replicated):
         chosen.units = None
@@ -263,21 +263,22 @@ def _checked_replicated(tree: ModelTree, rule: UnitRule, selection: Selection) -
     return nodes
 
 
-def _check_dim(tree: ModelTree, rule: UnitRule, selections: list[Selection]) -> None:
+def _check_dims(tree: ModelTree, rule: UnitRule, selections: list[Selection]) -> None:
     """Raise if no parameter has the dim of a rule; some, such as biases, need not."""
-    dim = rule.overrides.get("shard_dim")
-    if not dim:
-        return
-    most = 0
+    most: dict[int, int] = {}  # dims that a parameter has, by shard_dim
     for selection in selections:
-        for node in selection.modules:
-            for below in node.subtree():
-                most = max([most, *(len(tree.specs[fqn].shape) for fqn in below.params)])
-    if dim >= most:
-        raise PlanError(
-            f"{rule.text} has shard_dim={dim}, but no parameter of its modules has more than {most} "
-            "dims. Dims count from 0."
-        )
+        dim = selection.overrides.get("shard_dim")
+        if dim:
+            most.setdefault(dim, 0)
+            for node in selection.modules:
+                for below in node.subtree():
+                    most[dim] = max([most[dim], *(len(tree.specs[fqn].shape) for fqn in below.params)])
+    for dim, dims in most.items():
+        if dim >= dims:
+            raise PlanError(
+                f"{rule.text} has shard_dim={dim}, but no parameter of its modules has more than {dims} "
+                "dims. Dims count from 0."
+            )
 
 
 def as_rule(rule: Rule) -> UnitRule:
@@ -302,6 +303,11 @@ def _rule_for(text: str, matches: Callable[[str, nn.Module], bool | Overrides], 
         for node in tree.nodes:
             answer = matches(node.fqn, node.module)
             if isinstance(answer, Mapping):  # settings for this module, perhaps none
+                for name in answer.keys() & _NO_UNITS:
+                    raise PlanError(
+                        f"{text} returns {name}= for {node.name}. A callable makes units, and {name}= "
+                        f"makes none. Give it a rule of its own: by_name({node.fqn!r}, {name}=...)."
+                    )
                 found.append(Selection((node,), Overrides(**{**overrides, **answer})))
             elif answer:
                 found.append(Selection((node,), overrides))

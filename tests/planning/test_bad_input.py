@@ -52,6 +52,12 @@ EIGHT = MeshSpec.sharded(8)
             by_class(nn.LayerNorm, replicate=True, compile=True),
             ["by_class(LayerNorm) has replicate=True with compile."],
         ),
+        (lambda fqn, module: {"tiles": 4} if fqn == "head" else fqn == "norm", ["<lambda> returns tiles= for head"]),
+        (lambda fqn, module: {"replicate": True} if fqn == "norm" else False, ["returns replicate= for norm"]),
+        (
+            lambda fqn, module: {"shard_dim": 7} if fqn == "head" else fqn == "norm",
+            ["<lambda> has shard_dim=7, but no parameter of its modules has more than 2 dims"],
+        ),
         (by_name("norm", replicate=1), ["replicate of by_name('norm') must be a bool, got 1"]),
         (by_name("", replicate=True), ["no parameter that can be sharded: embed.weight", "replicated by a rule"]),
         # Two rules that claim one module.

@@ -222,6 +222,26 @@ def test_a_warning_once_of_what_is_lost(caplog, lost):
     assert re.match(WARNINGS[lost], text)
 
 
+@pytest.mark.parametrize("lost", ["hook", "program"])
+def test_a_warning_of_what_is_lost_after_the_first_step(caplog, lost):
+    ranks._warned.clear()
+    with fake_world(2), caplog.at_level(logging.WARNING, "shardkit"):
+        model = shard_model(net(), reshard_after_forward=False)
+        optimizer = AdamW(model.parameters())
+        backward(model)
+        optimizer.step()
+        assert caplog.messages == []
+        if lost == "hook":
+            model[2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
+        else:
+            model(torch.rand(2, 4))  # as an evaluation with grad, which leaves the root gathered
+            nn.init.ones_(model[2].weight)
+        backward(model)
+        optimizer.step()
+    (text,) = caplog.messages
+    assert re.match(WARNINGS[lost], text)
+
+
 def test_no_warning_of_parameters_that_were_there_before_by_another_name_or_as_another_tensor(caplog):
     ranks._warned.clear()
     with fake_world(2), caplog.at_level(logging.WARNING, "shardkit"):
