@@ -12,7 +12,7 @@ from collections.abc import Set
 import torch.nn as nn
 
 from shardkit.planning.rules import Selection, large_modules
-from shardkit.planning.tree import ModelTree, ModuleNode, is_called, outermost
+from shardkit.planning.tree import ModelTree, ModuleNode, has_forward, is_called, outermost
 
 LARGE_NUMEL, LARGE_SHARE = 1_000_000, 0.05  # a module outside of blocks is a unit if it has both
 SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # a head with less than either is left to the root
@@ -90,7 +90,7 @@ def _parts(tree: ModelTree, block: ModuleNode, blocks: Set[ModuleNode]) -> list[
     """Return the block itself, or if it is a stage, or a stage of stages, the blocks inside."""
     inside = [node for node in block.subtree()[1:] if node in blocks]
     inner = [node for node in outermost(inside) if _has_matrices(tree, node, 2)]
-    alike = Counter((node.parents[0], type(node.module)) for node in inner)
+    alike = Counter((_caller(node), type(node.module)) for node in inner)
     if len(inner) > 1 and max(alike.values()) == 1:
         return [block]  # branches, as of Inception, or the halves of a block
     parts = []
@@ -99,6 +99,14 @@ def _parts(tree: ModelTree, block: ModuleNode, blocks: Set[ModuleNode]) -> list[
     if len(parts) > 1 and sum(part.numel for part in parts) >= STAGE_SHARE * block.numel:
         return parts
     return [block]
+
+
+def _caller(node: ModuleNode) -> ModuleNode:
+    """Return the innermost module around this one that can call it, which a ModuleList cannot."""
+    caller = node.parents[0]
+    while caller.parents and not has_forward(caller.module):
+        caller = caller.parents[0]
+    return caller
 
 
 def _list_items(tree: ModelTree) -> set[ModuleNode]:

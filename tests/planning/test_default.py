@@ -47,6 +47,12 @@ def shared(layer: nn.Module) -> nn.Module:
     return Model(own=nn.Linear(3, 3), layer=layer)
 
 
+def paired() -> nn.Module:
+    """A tower that calls the halves of its layers itself."""
+    layers = nn.ModuleList(nn.ModuleList([Expert(), Block()]) for _ in range(2))
+    return Model(layers=layers, norm=nn.LayerNorm(8))
+
+
 def stage(number: int, dim: int = 8) -> nn.Module:
     return Model(blocks=blocks(number, dim), reduce=nn.Linear(dim, 2 * dim))
 
@@ -80,6 +86,11 @@ def stage(number: int, dim: int = 8) -> nn.Module:
         (
             lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])),
             [*(f"stages.{s}.blocks.{b}" for s, n in ((0, 2), (1, 3)) for b in range(n)), "(root)"],
+        ),
+        # Towers whose layers are lists of an attention and an MLP, which the tower calls.
+        (
+            lambda: Model(towers=nn.ModuleList([paired(), paired()])),
+            [*(f"towers.{tower}.layers.{n}.{half}" for tower in (0, 1) for n in (0, 1) for half in (0, 1)), "(root)"],
         ),
         (lambda: Model(layers=nn.ModuleList([routed(), routed()])), ["layers.0", "layers.1", "(root)"]),
         (routed, ["(root)"]),
