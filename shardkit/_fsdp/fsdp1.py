@@ -151,3 +151,11 @@ def gathered_sharded_tensor(tensor: Any) -> Tensor:
     from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 
     return _all_gather_sharded_tensor(tensor, tensor._process_group)
+
+
+def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """Return those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave the parameter. Local, pure.
+
+    FSDP1 stepped them, FSDP2 does not (torch 2.11 to 2.13).
+    """
+    return getattr(param, "_in_backward_optimizers", [])

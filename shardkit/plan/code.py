@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,17 +15,20 @@ from shardkit.plan.data import PlanData, mp_policy_to_dict
 from shardkit.plan.text import calls, counted, fold
 from shardkit.plan.types import ShardUnit
 
-_HEADER = """\
+# Code has those of them that it uses.
+_IMPORTS = """\
 import functools
 import itertools
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 """
 
@@ -127,7 +131,7 @@ def python(plan: PlanData, before: str = "") -> str:
     """
     policies = {unit.checkpoint_activations for unit in plan.units} - {False}
     cast = plan.replicated_modules()
-    code = [_HEADER.rstrip()]
+    code = []
     for policy in sorted(map(str, policies - {True, "selective"})):
         code.append(f"import {policy.partition(':')[0]}")
     if policies:
@@ -165,7 +169,12 @@ def python(plan: PlanData, before: str = "") -> str:
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         code.append(f"register_fsdp_forward_method({_module(_quoted(fqn))}, {_quoted(method)})")
-    return "\n".join([*code, ""])
+    text = "\n".join([*code, ""])
+    imports = []
+    for line in _IMPORTS.splitlines():
+        if re.search(rf"\b{line.split()[-1]}[(.,]", text):
+            imports.append(line)
+    return "\n".join([*imports, text])
 
 
 def _runs_in_order(plan: PlanData) -> list[list[ShardUnit]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit._fsdp import own_parameters
-from shardkit._fsdp.fsdp1 import set_local
+from shardkit._fsdp.fsdp1 import optimizers_in_backward, set_local
 from shardkit._torch import local_tensor, plain_attributes, with_local
 from shardkit._torch.dispatch import tree_leaves
 from shardkit.errors import TranslationError, message
@@ -143,6 +143,10 @@ def adopt(module: nn.Module) -> None:
 
 
 def _mark(param: Any) -> None:
+    if optimizers_in_backward(param):
+        rule = "FSDP2 does not step such optimizers, so nothing would train"
+        fix = "Call shardkit.optimizer_in_backward(model, factory) after wrapping instead"
+        raise TranslationError(message("_apply_optimizer_in_backward", "was called on the parameters", rule, fix))
     grad = param.grad
     if type(grad) is DTensor and not _stepping:
         mesh = grad.device_mesh

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, _runtime_utils, _traversal_utils
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import TranslationError
@@ -85,6 +86,15 @@ def test_what_no_gradient_reached_has_none_and_what_is_beside_it_zeros():
         assert model.computed.weight.grad is None
         assert model.used.weight.grad is not None
         assert torch.equal(model.used.idle.grad.full_tensor(), torch.zeros(4))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_optimizers_that_torch_steps_in_backward_are_refused():
+    model = FSDP(chain(), auto_wrap_policy=LINEARS)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
+    loss = model(torch.ones(2, 6)).sum()
+    with pytest.raises(TranslationError, match=r"Call shardkit\.optimizer_in_backward"):
+        loss.backward()
 
 
 # Collectives.
