@@ -117,19 +117,24 @@ def carry_out(
     meshes = unit_meshes(mesh, plan)
     attributes = ParamAttrs(model)
     owners = dict(model.named_modules())
-    with together(mesh.get_all_groups(), PlanError):
-        _begin(model, plan)
-        for unit in plan.units:
-            if before is not None:
-                before(unit)
+    # No rank may wait in a collective of ``before`` for one that failed.
+    batches = [plan.units] if before is None else [(unit,) for unit in plan.units]
+    for units in batches:
+        if before is not None:
+            before(units[0])
+        with together(mesh.get_all_groups(), PlanError):
+            if units[0] is plan.units[0]:
+                _begin(model, plan)
             ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
-            _shard_unit(model, owners, unit, meshes[unit.mesh], ignored)
-            if plan.mesh.parts(unit.mesh) > 1:
-                from shardkit.runtime.means import divide_further
+            for unit in units:
+                _shard_unit(model, owners, unit, meshes[unit.mesh], ignored)
+                if plan.mesh.parts(unit.mesh) > 1:
+                    from shardkit.runtime.means import divide_further
 
-                divide_further(model.get_submodule(unit.modules[0]), plan.mesh.parts(unit.mesh))
-        attributes.carry_over(model)
-        _finish(model, plan, meshes[None])
+                    divide_further(model.get_submodule(unit.modules[0]), plan.mesh.parts(unit.mesh))
+            if units[-1] is plan.units[-1]:
+                attributes.carry_over(model)
+                _finish(model, plan, meshes[None])
 
 
 def _begin(model: nn.Module, plan: ShardingPlan) -> None:
