@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,8 +17,8 @@ from shardkit.apply.shard import apply_agreed
 from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.planning.build import Request, Settings, build_plan
-from shardkit.planning.rules import Rule
+from shardkit.planning.build import build_plan
+from shardkit.planning.rules import Overrides, Rule, select
 from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")
@@ -84,22 +85,32 @@ def plan_model(
         >>> len(plan_model(model, mesh=MeshSpec.sharded(4)).units)
         3
     """
-    settings = Settings(
-        reshard_after_forward,
-        mp_policy or MixedPrecisionPolicy(),
-        offload_policy or OffloadPolicy(),
-        checkpoint_activations,
-        compile,
+    settings = Overrides(
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        offload_policy=offload_policy or OffloadPolicy(),
+        checkpoint_activations=checkpoint_activations,
+        compile=compile,
     )
-    request = Request(units, mesh, settings, ignored_params, prefetch, forward_methods)
+    if reshard_after_forward is not None:
+        settings["reshard_after_forward"] = reshard_after_forward
     tree = ModelTree(model)
     check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
+    build = partial(
+        build_plan,
+        tree,
+        spec_of(mesh),
+        units=units,
+        settings=settings,
+        ignored_params=list(ignored_params or ()),
+        prefetch=prefetch,
+        forward_methods=forward_methods,
+    )
     if example_batch is None:
-        plan = build_plan(tree, spec_of(mesh), request)
+        plan = build()
     else:
         from shardkit.memory.dry_run import plan_checked
 
-        plan = plan_checked(tree, spec_of(mesh), request, example_batch)
+        plan = plan_checked(tree, build, example_batch, by_default=select(tree, units).units is None)
     if memory_budget is not None:
         plan = _within(memory_budget, model, plan, example_batch)
     return plan

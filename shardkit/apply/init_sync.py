@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -145,36 +144,25 @@ def _broadcast(part: Tensor, group: dist.ProcessGroup | None, device: str) -> No
 
 
 def _samples(states: Iterable[Tensor]) -> list[list[list[int]] | None]:
-    """Return a sample of each dense part of each tensor, None for one on meta.
-
-    The samples of a device are copied to the CPU at once.
-    """
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    places: list[list[tuple[torch.device, int]] | None] = []
+    """Return a sample of each dense part of each tensor, None for one on meta."""
+    samples: list[list[list[int]] | None] = []
     with torch.no_grad(), plain_attributes():
         for state in states:
-            parts = list(_dense_parts(state))
+            parts = _dense_parts(state)
             if any(part.is_meta for part in parts):
-                places.append(None)
-                continue
-            place: list[tuple[torch.device, int]] = []
-            for part in parts:
-                place.append((part.device, len(by_device[part.device])))
-                by_device[part.device].append(_sample(part))
-            places.append(place)
-        rows = {device: torch.stack(found).tolist() for device, found in by_device.items()}
-    samples: list[list[list[int]] | None] = []
-    for rows_of in places:
-        samples.append(None if rows_of is None else [rows[device][row] for device, row in rows_of])
+                samples.append(None)
+            else:
+                samples.append([_sample(part) for part in parts])
     return samples
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _sample(tensor: Tensor) -> list[int]:
     """The bits of a few elements of a dense tensor, as integers: NaN equals itself, 0.0 not -0.0."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().view(_BITS[tensor.itemsize])
-    return torch.take(bits, _evenly(bits.numel(), bits.device))
+    found: list[int] = torch.take(bits, _evenly(bits.numel(), bits.device)).tolist()
+    return found
 
 
 @functools.lru_cache(maxsize=64)

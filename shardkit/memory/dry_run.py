@@ -11,21 +11,18 @@ from torch import Tensor, nn
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.trace import fake_copy, hook_unit, tensors_of
-from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
-from shardkit.planning.build import Request, build_plan
-from shardkit.planning.rules import select
+from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 
 
-def plan_checked(tree: ModelTree, mesh: MeshSpec, request: Request, batch: Any) -> ShardingPlan:
-    """Return the plan as requested, checked by one forward: each unit has what it uses. Local.
+def plan_checked(tree: ModelTree, build: Callable[[], ShardingPlan], batch: Any, *, by_default: bool) -> ShardingPlan:
+    """Return the plan of ``build()``, checked by one forward: each unit has what it uses. Local.
 
     A unit of the default rule whose parameters are used outside of it is left out, with a note; in
     rules of the user's it is an error. Pure, except that the tree keeps which modules those are.
     """
-    by_default = select(tree, request.units).units is None
     notes: list[str] = []
-    plan = build_plan(tree, mesh, request)
+    plan = build()
     uses = dry_run(tree.root.module, plan, batch)
     while uses.outside:
         wrong = [unit for unit in plan.units if unit.name in uses.outside]
@@ -42,7 +39,7 @@ def plan_checked(tree: ModelTree, mesh: MeshSpec, request: Request, batch: Any) 
             f"{listing((unit.name for unit in wrong), 4)}: not a unit, because parameters are used "
             f"outside of it: {listing(reads, 4)}"
         )
-        plan = build_plan(tree, mesh, request)
+        plan = build()
         uses = dry_run(tree.root.module, plan, batch)
 
     idle = [unit.name for unit in plan.units if unit.name not in uses.called]

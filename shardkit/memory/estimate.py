@@ -16,8 +16,9 @@ from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
-from shardkit.planning.build import Request, Settings, build_plan
+from shardkit.planning.build import build_plan
 from shardkit.planning.dims import on_mesh
+from shardkit.planning.rules import Overrides
 from shardkit.planning.tree import ModelTree
 
 
@@ -112,7 +113,7 @@ def base_plan(
     if plan is not None:
         return on_mesh(plan, found)
     assert model is not None
-    return build_plan(ModelTree(model), found, Request(settings=Settings(mp_policy=mp_policy)))
+    return build_plan(ModelTree(model), found, settings=Overrides(mp_policy=mp_policy))
 
 
 class Step:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, listing, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
@@ -37,61 +35,25 @@ from shardkit.planning.tree import (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of the whole model, which a rule may override for its units."""
+def build_plan(
+    tree: ModelTree,
+    mesh: MeshSpec,
+    *,
+    units: Rule | Sequence[Rule] | None = None,
+    settings: Overrides | None = None,
+    ignored_params: Iterable[nn.Parameter | str] | None = None,
+    prefetch: int = 0,
+    forward_methods: Iterable[str] = (),
+) -> ShardingPlan:
+    """Return the plan on a mesh of that shape; arguments are those of ``plan_model``.
 
-    reshard_after_forward: bool | int | None = None
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  frozen
-    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
-    checkpoint_activations: bool | str | Callable[..., Any] = False
-    compile: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What ``plan_model`` was asked for; each field is an argument of that name."""
-
-    units: Rule | Sequence[Rule] | None = None
-    mesh: DeviceMesh | MeshSpec | None = None
-    settings: Settings = field(default_factory=Settings)
-    ignored_params: Iterable[nn.Parameter | str] | None = None
-    prefetch: int = 0
-    forward_methods: Iterable[str] = ()
-    example_batch: Any = None
-
-
-@dataclass
-class Draft:
-    """What a plan is made of: modules and parameters of one model.
-
-    Attributes:
-        selections: the units, the root among them.
-        settings: for what the selections do not override.
-        ignored: FQNs of parameters to leave alone.
-        replicated: FQNs of parameters that every rank holds in full; those ignored are left out.
-        tiles: in how many tiles of tokens a module computes.
+    ``settings`` are the whole model's, which a rule may override for its units. Raises PlanError:
+    rules do not fit the model, or the plan is not valid.
     """
-
-    selections: list[Selection]
-    settings: Settings
-    ignored: set[str] = field(default_factory=set)
-    replicated: set[str] = field(default_factory=set)
-    tiles: dict[ModuleNode, int] = field(default_factory=dict)
-    prefetch: int = 0
-    forward_methods: Iterable[str] = ()
-    notes: list[str] = field(default_factory=list)
-
-
-def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPlan:
-    """Return the plan as requested on a mesh of that shape.
-
-    Raises PlanError: rules do not fit the model, or the plan is not valid.
-    """
-    settings = request.settings
-    check_settings("", vars(settings))
-    chosen = select(tree, request.units)
-    ignored = _ignored_fqns(tree, request.ignored_params or ())
+    settings = settings or Overrides()
+    check_settings("", settings)
+    chosen = select(tree, units)
+    ignored = _ignored_fqns(tree, ignored_params or ())
     replicated = tree.unshardable()
     for node in chosen.replicated:
         replicated.update(node.params)
@@ -112,22 +74,20 @@ def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPla
     plan = plan_of(
         tree,
         mesh,
-        Draft(
-            selections,
-            settings,
-            ignored,
-            replicated,
-            {node: tiles for node, tiles in chosen.tiles.items() if tiles is True or tiles != 1},
-            request.prefetch,
-            request.forward_methods,
-            notes,
-        ),
+        selections,
+        settings,
+        ignored=ignored,
+        replicated=replicated,
+        tiles={node: tiles for node, tiles in chosen.tiles.items() if tiles is True or tiles != 1},
+        prefetch=prefetch,
+        forward_methods=forward_methods,
+        notes=notes,
     )
     for name in ("checkpoint_activations", "compile"):
-        if getattr(settings, name) and not any(getattr(unit, name) for unit in plan.units):
+        if settings.get(name) and not any(getattr(unit, name) for unit in plan.units):
             raise PlanError(
-                f"{name}={policy_name(getattr(settings, name))!r} reaches no module. It applies to "
-                "blocks: units of one module with submodules. Name the modules: "
+                f"{name}={policy_name(settings.get(name))!r} reaches no module. It applies to blocks: "
+                "units of one module with submodules. Name the modules: "
                 f"units=[by_name(..., {name}=True)]."
             )
     return plan
@@ -160,27 +120,41 @@ def _without(selections: list[Selection], replicated: set[ModuleNode]) -> list[S
     return kept
 
 
-def plan_of(tree: ModelTree, mesh: MeshSpec, draft: Draft) -> ShardingPlan:
-    """Return the plan of a draft on a mesh.
+def plan_of(
+    tree: ModelTree,
+    mesh: MeshSpec,
+    selections: list[Selection],
+    settings: Overrides,
+    *,
+    ignored: set[str],
+    replicated: set[str],
+    tiles: Mapping[ModuleNode, int] | None = None,
+    prefetch: int = 0,
+    forward_methods: Iterable[str] = (),
+    notes: Sequence[str] = (),
+) -> ShardingPlan:
+    """Return the plan of units on a mesh.
 
     Raises PlanError: the selections split a tie or lie inside each other, or the plan is not valid.
-    """
-    for selection in draft.selections:
-        if selection.overrides.get("mesh") is not None:
-            mesh = mesh.sharded_from(selection.overrides["mesh"])
-    selections = _children_first(tree, draft.selections)
-    replicated = draft.replicated - draft.ignored
-    skipped = draft.ignored | replicated
-    owned, in_several = assign(tree, [each.modules for each in selections], skipped)
-    refuse(tie_problem(tree, fqn) for fqn in in_several)
 
-    settings = draft.settings
-    # Only the root returns to the user: blocks that cast their outputs would keep more.
-    inner = replace(settings, mp_policy=replace(settings.mp_policy, output_dtype=None))
+    Args:
+        selections: the units, the root among them.
+        settings: for what the selections do not override.
+        ignored: FQNs of parameters to leave alone.
+        replicated: FQNs of parameters that every rank holds in full; those ignored are left out.
+        tiles: in how many tiles of tokens a module computes.
+    """
+    for selection in selections:
+        axis = selection.overrides.get("mesh")
+        if axis is not None:
+            mesh = mesh.sharded_from(axis)
+    selections = _children_first(tree, selections)
+    replicated = replicated - ignored
+    owned, in_several = assign(tree, [each.modules for each in selections], ignored | replicated)
+    refuse(tie_problem(tree, fqn) for fqn in in_several)
     units = []
     for selection, params in zip(selections, owned, strict=True):
-        is_root = selection.modules == (tree.root,)
-        units.append(_unit(tree, selection, params, settings if is_root else inner))
+        units.append(_unit(tree, selection, params, settings))
 
     specs = dict(tree.specs)
     unsplit = set(tree.unsplit)
@@ -190,20 +164,21 @@ def plan_of(tree: ModelTree, mesh: MeshSpec, draft: Draft) -> ShardingPlan:
             for fqn in unit.params:
                 specs[fqn] = specs[fqn]._replace(tensor_parallel=True)
 
-    notes = list(draft.notes)
-    trained = [fqn for fqn in sorted(draft.ignored) if specs[fqn].trainable]
+    notes = list(notes)
+    trained = [fqn for fqn in sorted(ignored) if specs[fqn].trainable]
     if trained:
         names = listing(trained, 6)
         notes.append(f"{names}: ignored but trained, so each rank keeps its own, unreduced gradient")
+    tiles = tiles or {}
     plan = ShardingPlan(
         units=tuple(units),
         mesh=mesh,
         params=tuple(specs.values()),
-        ignored=tuple(fqn for fqn in tree.params if fqn in draft.ignored),
+        ignored=tuple(fqn for fqn in tree.params if fqn in ignored),
         replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
-        prefetch=draft.prefetch,
-        forward_methods=_forward_methods(tree, draft.forward_methods),
-        tiles=tuple((node.fqn, draft.tiles[node]) for node in tree.nodes if node in draft.tiles),
+        prefetch=prefetch,
+        forward_methods=_forward_methods(tree, forward_methods),
+        tiles=tuple((node.fqn, tiles[node]) for node in tree.nodes if node in tiles),
         notes=tuple(notes),
     )
     plan = balanced(plan, unsplit)
@@ -256,9 +231,16 @@ def plan_from_units(
             empty += [node.fqn for node in selection.modules]
     if empty:
         notes.append(f"{listing(empty, 4)}: without parameters of its own, so not a unit")
-    draft = Draft(kept, Settings(), left_alone, tree.unshardable(), prefetch=prefetch)
-    draft.notes = [*notes, *tie_notes, *dtype_notes]
-    return plan_of(tree, mesh, draft)
+    return plan_of(
+        tree,
+        mesh,
+        kept,
+        Overrides(),
+        ignored=left_alone,
+        replicated=tree.unshardable(),
+        prefetch=prefetch,
+        notes=[*notes, *tie_notes, *dtype_notes],
+    )
 
 
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:
@@ -287,31 +269,32 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
         ) from error
 
 
-def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
-    chosen = selection.overrides
-    # Recomputing a lone embedding, norm or head saves nothing, and neither does the whole model.
+def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Overrides) -> ShardUnit:
     first = selection.modules[0]
+    # Recomputing a lone embedding, norm or head saves nothing, and neither does the whole model.
     is_block = len(selection.modules) == 1 and bool(first.children) and first is not tree.root
+    chosen: dict[str, Any] = dict(settings)
+    if not is_block:
+        chosen.pop("checkpoint_activations", None)
+        chosen.pop("compile", None)
+    if first is not tree.root and "mp_policy" in settings:
+        # Only the root returns to the user: blocks that cast their outputs would keep more.
+        chosen["mp_policy"] = replace(settings["mp_policy"], output_dtype=None)
+    chosen.update(selection.overrides)
+    if chosen.get("reshard_after_forward") is None:
+        chosen["reshard_after_forward"] = selection.reshard
+    chosen["checkpoint_activations"] = policy_name(chosen.get("checkpoint_activations"))
+
+    dim = chosen.pop("shard_dim", None)
+    dims = [(fqn, dim) for fqn in params if dim and len(tree.specs[fqn].shape) > dim]
     fqns = tuple(node.fqn for node in selection.modules)
-    reshard = chosen.get("reshard_after_forward", settings.reshard_after_forward)
-    policy = chosen.get("checkpoint_activations", is_block and settings.checkpoint_activations)
-    dim = chosen.get("shard_dim")
-    dims = []
-    if dim:
-        dims = [(fqn, dim) for fqn in params if len(tree.specs[fqn].shape) > dim]
     return ShardUnit(
         modules=fqns,
         params=tuple(params),
-        reshard_after_forward=selection.reshard if reshard is None else reshard,
-        mp_policy=chosen.get("mp_policy", settings.mp_policy),
-        offload_policy=chosen.get("offload_policy", settings.offload_policy),
-        checkpoint_activations=policy_name(policy),
-        compile=chosen.get("compile", settings.compile and is_block),
         blocks=fqns if is_block else (),
         shard_dims=tuple(dims),
-        mesh=chosen.get("mesh"),
-        may_skip=bool(chosen.get("may_skip")),
         dim_given=dim is not None,
+        **chosen,
     )
 
 
