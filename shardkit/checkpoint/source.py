@@ -206,10 +206,12 @@ def pack(value: Any, name: str) -> bytes:
         torch.save(value, buffer)
         buffer.seek(0)
         problem = listing(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+            problem = "a DTensor"
+    except RecursionError:
+        problem = "itself"
     except Exception as error:  # of pickle, for example for a local function
         problem = str(error)
-    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
-        problem = "a DTensor"
     if problem:
         raise CheckpointError(
             f"{name} cannot be saved, since it holds {problem}. A checkpoint holds plain data and plain tensors, "

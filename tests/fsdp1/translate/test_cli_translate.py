@@ -75,6 +75,12 @@ def test_the_model_may_be_a_configuration_of_transformers(tmp_path, capsys):
     assert "# mapped    fsdp " in out
 
 
+def test_ranks_of_the_command_go_before_those_of_the_file(capsys):
+    assert run(FSDP1, "--world", 32, "--ranks-per-node", 4, "--model", "small_models:Decoder", "--to", "plan") == 0
+    out = capsys.readouterr().out
+    assert "on mesh dp_replicate=8 x dp_shard=4" in out
+
+
 def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(tmp_path, capsys):
     assert run(config_file(tmp_path, distributed_type="FSDP", mixed_precision="fp8")) == 1
     out = capsys.readouterr().out
