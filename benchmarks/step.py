@@ -29,6 +29,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from shardkit import by_class, clip_grad_norm_, shard_model
+from shardkit import clip_grad_norm_, shard_model
 from shardkit.optim import step_on_local_shards
-from shardkit.planning.rules import Rule
 from shardkit.testing import comm_counts, fake_world
 
 Shapes = list[tuple[int, ...]]
@@ -162,9 +162,9 @@ class Block(nn.Module):
         return x + self.after(self.linear(self.before(x)))
 
 
-def whole_steps(units: list[Rule]) -> Callable[[], object]:
-    """A training step of 50 blocks, sharded by these rules."""
-    model = shard_model(nn.Sequential(*(Block() for _ in range(50))), units=units)
+def whole_steps(**options: Any) -> Callable[[], object]:
+    """A training step of 50 blocks, sharded with these arguments."""
+    model = shard_model(nn.Sequential(*(Block() for _ in range(50))), **options)
     optimizer = step_on_local_shards(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
     x = torch.randn(2, 64)
 
@@ -228,10 +228,14 @@ def compare_sharding(rounds: int) -> None:
 
 def compare_replicated(rounds: int, calls: int) -> None:
     """Measure and count steps with 100 norms replicated, in their blocks' units, and as units."""
-    rules = {"replicated": [by_class(nn.RMSNorm, replicate=True)], "in blocks": [], "own units": [nn.RMSNorm]}
+    rules: dict[str, dict[str, Any]] = {
+        "replicated": {"units": Block, "replicate": nn.RMSNorm},
+        "in blocks": {"units": Block},
+        "own units": {"units": [nn.RMSNorm, Block]},
+    }
     print("50 blocks and 100 norms, 1 of 8 ranks")
     with fake_world(8):
-        sides = {name: whole_steps([*before, by_class(Block)]) for name, before in rules.items()}
+        sides = {name: whole_steps(**options) for name, options in rules.items()}
         times = measured(sides, rounds, calls)
         print(*lines("step", times, [("replicated", "in blocks"), ("replicated", "own units")]), sep="\n")
         for name, step in sides.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.planning.build import build_plan
-from shardkit.planning.rules import Overrides, Rule, select
+from shardkit.planning.rules import Overrides, Rule
 from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")
@@ -33,6 +33,8 @@ def plan_model(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  never changed
     ignored_params: Iterable[nn.Parameter | str] | None = None,
+    replicate: Rule | Sequence[Rule] = (),
+    tiles: Mapping[Any, int] | None = None,
     checkpoint_activations: bool | str | Callable[..., Any] = False,
     compile: bool = False,
     prefetch: int = 0,
@@ -60,6 +62,9 @@ def plan_model(
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU.
         ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced. Scalars and empty
             parameters need not be: FSDP2 cannot shard them, so they are replicated and their gradients reduced.
+        replicate: modules, by rules without settings, whose parameters every rank holds in full, such as norms; they
+            are in no unit, and one all-reduce at the end of backward reduces the gradients of all.
+        tiles: in how many tiles of tokens modules compute, by their class or an FQN glob: ``{"**.mlp": 4}``.
         checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations: those
             of the default rule, or, with your own, units of one module with submodules. Without blocks, an error.
             ``"selective"`` keeps attention and every other matrix product, and a policy of
@@ -102,6 +107,8 @@ def plan_model(
         units=units,
         settings=settings,
         ignored_params=list(ignored_params or ()),
+        replicate=replicate,
+        tiles=tiles,
         prefetch=prefetch,
         forward_methods=forward_methods,
     )
@@ -110,7 +117,7 @@ def plan_model(
     else:
         from shardkit.memory.dry_run import plan_checked
 
-        plan = plan_checked(tree, build, example_batch, by_default=select(tree, units).units is None)
+        plan = plan_checked(tree, build, example_batch, by_default=units is None)
     if memory_budget is not None:
         plan = _within(memory_budget, model, plan, example_batch)
     return plan
@@ -125,6 +132,8 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  never changed
     ignored_params: Iterable[nn.Parameter | str] | None = None,
+    replicate: Rule | Sequence[Rule] = (),
+    tiles: Mapping[Any, int] | None = None,
     checkpoint_activations: bool | str | Callable[..., Any] = False,
     compile: bool = False,
     prefetch: int = 0,
@@ -158,6 +167,8 @@ def shard_model(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params=ignored_params,
+            replicate=replicate,
+            tiles=tiles,
             checkpoint_activations=checkpoint_activations,
             compile=compile,
             prefetch=prefetch,

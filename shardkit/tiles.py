@@ -19,7 +19,7 @@ from shardkit._torch import FakeTensor
 from shardkit.errors import ShardkitError, message
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_FIX = "Leave the module out of the rule with tiles="
+_FIX = "Leave the module out of tiles="
 
 
 class Tokens:

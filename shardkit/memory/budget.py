@@ -124,7 +124,7 @@ def choose(step: Step, optimizer: OptimizerBytes, budget: int, reserved: int, ra
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
     problem = f"of {_less(budget, reserved)} is too little: {least.name} still peaks at {peak}, "
     problem += f"{missing} too much, {least.peak.where}"
-    fix = 'Use a smaller batch, smaller units, or tiles, such as by_name("*.mlp", tiles=4)'
+    fix = 'Use a smaller batch, smaller units, or tiles, such as tiles={"**.mlp": 4}'
     raise PlanError(message("budget", problem, "", fix))
 
 

@@ -39,7 +39,7 @@ def _whole_plan(plan: PlanData) -> Iterator[str]:
     if plan.replicated and not any(unit.params for unit in plan.units):
         yield (
             f"model has no parameter that can be sharded: {listing(plan.replicated, 6)} are scalars, "
-            "empty or replicated by a rule. Train it with DistributedDataParallel."
+            "empty or in replicate=. Train it with DistributedDataParallel."
         )
 
 
@@ -161,7 +161,7 @@ def _tiles(plan: PlanData) -> Iterator[str]:
         subject = f"{fqn or '(root)'} has tiles={number!r}"
         compiled_around = [name for name in (fqn, *ancestors(fqn)) if name in compiled]
         if type(number) is not int or number < 2:
-            yield f"{subject}. It must be a number of tiles, at least 2. Use tiles=4."
+            yield f"{subject}. It must be a number of tiles, at least 2. Use tiles={{...: 4}}."
         elif fqn in inner:
             yield (
                 f"{subject}, and {inner[fqn]} inside, a unit or in tiles too. A unit inside would be "

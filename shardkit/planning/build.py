@@ -23,7 +23,9 @@ from shardkit.planning.rules import (
     Selection,
     check_settings,
     policy_name,
+    replicated_modules,
     select,
+    tiled_modules,
 )
 from shardkit.planning.tree import (
     ModelTree,
@@ -42,6 +44,8 @@ def build_plan(
     units: Rule | Sequence[Rule] | None = None,
     settings: Overrides | None = None,
     ignored_params: Iterable[nn.Parameter | str] | None = None,
+    replicate: Rule | Sequence[Rule] = (),
+    tiles: Mapping[Any, int] | None = None,
     prefetch: int = 0,
     forward_methods: Iterable[str] = (),
 ) -> ShardingPlan:
@@ -52,24 +56,24 @@ def build_plan(
     """
     settings = settings or Overrides()
     check_settings("", settings)
-    chosen = select(tree, units)
     ignored = _ignored_fqns(tree, ignored_params or ())
+    whole = replicated_modules(tree, replicate)
     replicated = tree.unshardable()
-    for node in chosen.replicated:
+    for node in whole:
         replicated.update(node.params)
 
     notes: list[str] = []
-    if chosen.units is None:
+    if units is None:
         selections, tie_notes = join_ties(tree, default_units(tree), ignored | replicated)
         selections, odd, dtype_notes = split_dtypes(tree, selections, ignored | replicated)
         replicated |= odd
         notes = [*tie_notes, *dtype_notes]
     else:
-        selections = chosen.units
+        selections = select(tree, units)
         if not any(tree.root in selection.modules for selection in selections):
             selections = [*selections, Selection((tree.root,), reshard=False)]
-    if chosen.replicated:
-        selections = _without(selections, {*chosen.replicated} - {tree.root})
+    if whole:
+        selections = _without(selections, whole - {tree.root})
 
     plan = plan_of(
         tree,
@@ -78,7 +82,7 @@ def build_plan(
         settings,
         ignored=ignored,
         replicated=replicated,
-        tiles={node: tiles for node, tiles in chosen.tiles.items() if tiles is True or tiles != 1},
+        tiles=tiled_modules(tree, tiles or {}),
         prefetch=prefetch,
         forward_methods=forward_methods,
         notes=notes,

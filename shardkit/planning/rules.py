@@ -26,12 +26,9 @@ class Overrides(TypedDict, total=False):
     shard_dim: int  # of parameters that have this dim; others, such as biases, stay on dim 0
     mesh: str
     may_skip: bool
-    tiles: int  # alone: the modules compute in tiles of tokens, and are no units by this rule
-    replicate: bool  # alone: every rank holds their parameters in full, and they are no units
 
 
 _TYPES = get_type_hints(Overrides) | {"checkpoint_activations": object}  # policy_name checks it
-_NO_UNITS = ("tiles", "replicate")
 
 
 @dataclass(frozen=True)
@@ -41,15 +38,6 @@ class Selection:
     modules: tuple[ModuleNode, ...]  # several are torch's list form
     overrides: Overrides = field(default_factory=Overrides)  # settings that a rule asked for
     reshard: bool = True  # what reshard_after_forward=None means for it
-
-
-@dataclass
-class Chosen:
-    """What the rules selected. ``units`` is None where no rule makes units: the default rule does."""
-
-    units: list[Selection] | None
-    tiles: dict[ModuleNode, int] = field(default_factory=dict)
-    replicated: list[ModuleNode] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -69,10 +57,7 @@ def by_class(*classes: type[nn.Module] | str, **overrides: Unpack[Overrides]) ->
 
     Args:
         classes: classes, or names of classes, where importing them is inconvenient.
-        overrides: settings for these units. Two of them make no units and stand alone: with
-            ``tiles=4`` the modules compute in tiles; with ``replicate=True`` every rank holds their
-            parameters in full, and one all-reduce at the end of backward reduces the gradients of
-            all. If no rule makes units, the default rule does.
+        overrides: settings for these units.
 
     Examples:
         >>> by_class(nn.TransformerEncoderLayer, "MyBlock", reshard_after_forward=False).text
@@ -104,7 +89,6 @@ def by_name(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
             ``layers.0`` but not ``layers.0.mlp``. ``""`` is the root.
         overrides: settings for these units. ``mesh="efsdp"`` shards them on that axis of the mesh
             alone: experts that the model has split, as DTensors, over the axes after it.
-            ``tiles=4`` and ``replicate=True`` as for ``by_class``.
     """
     patterns = [_compile_glob(glob) for glob in globs]
 
@@ -176,43 +160,64 @@ def _in_order(nodes: Set[ModuleNode]) -> tuple[ModuleNode, ...]:
     return tuple(sorted(nodes, key=lambda node: node.place))
 
 
-def select(tree: ModelTree, rules: Rule | Sequence[Rule] | None) -> Chosen:
-    """Return what the rules select; of those that match a module the first wins.
+def select(tree: ModelTree, rules: Rule | Sequence[Rule]) -> list[Selection]:
+    """Return the units that rules make; of those that match a module the first wins.
 
     Raises PlanError: a rule matches nothing that is left, or a module without forward; a setting is
     unknown.
     """
-    if rules is None:
-        return Chosen(units=None)
     units: list[Selection] = []
-    chosen = Chosen(units)
-    in_units: dict[ModuleNode, str] = {}  # the text of the rule that took each module
-    in_tiles: dict[ModuleNode, str] = {}
-    makes_units = False
-    for rule in map(as_rule, rules if isinstance(rules, (list, tuple)) else [rules]):
+    taken: dict[ModuleNode, str] = {}  # the text of the rule that took each module
+    for rule in _as_rules(rules):
         check_settings(rule.text, rule.overrides)
-        tiles, replicate = rule.overrides.get("tiles"), rule.overrides.get("replicate")
-        taken = in_units if tiles is None else in_tiles
         selections = _not_taken(tree, rule, taken)
         for selection in selections:
             taken.update(dict.fromkeys(selection.modules, rule.text))
-        if tiles is not None:
-            for selection in selections:
-                _check_callable(rule, selection)
-                chosen.tiles.update(dict.fromkeys(selection.modules, tiles))
-        elif replicate:
-            for selection in selections:
-                chosen.replicated += _checked_replicated(tree, rule, selection)
-        else:
-            makes_units = True
-            for selection in selections:
-                check_settings(rule.text, selection.overrides)
-                _check_callable(rule, selection)
-            _check_dims(tree, rule, selections)
-            units += selections
-    if not makes_units and (chosen.tiles or chosen.replicated):
-        chosen.units = None
-    return chosen
+            check_settings(rule.text, selection.overrides)
+            _check_callable(rule, selection)
+        _check_dims(tree, rule, selections)
+        units += selections
+    return units
+
+
+def replicated_modules(tree: ModelTree, rules: Rule | Sequence[Rule]) -> set[ModuleNode]:
+    """Return the modules that rules match, with all below them."""
+    found: set[ModuleNode] = set()
+    for rule in _as_rules(rules):
+        for selection in _without_settings(tree, rule, "replicate"):
+            for node in selection.modules:
+                found.update(node.subtree())
+    split = {fqn for node in found for fqn in node.params if tree.specs[fqn].tensor_parallel}
+    if split:
+        raise PlanError(
+            f"replicate has {listing(sorted(split), 6)}, a DTensor. Only parameters that every rank "
+            "holds in full can be replicated. Leave its module out."
+        )
+    return found
+
+
+def tiled_modules(tree: ModelTree, tiles: Mapping[Any, int]) -> dict[ModuleNode, int]:
+    """Return in how many tiles modules compute: as the first rule for a module says; 1 is whole."""
+    found: dict[ModuleNode, int] = {}
+    for given, number in tiles.items():
+        rule = as_rule(given)
+        for selection in _without_settings(tree, rule, "tiles"):
+            _check_callable(rule, selection)
+            for node in selection.modules:
+                found.setdefault(node, number)
+    return {node: number for node, number in found.items() if number != 1 or number is True}
+
+
+def _without_settings(tree: ModelTree, rule: UnitRule, argument: str) -> list[Selection]:
+    """Return what a rule matches that only names modules."""
+    selections = _not_taken(tree, rule, {})
+    for selection in selections:
+        if selection.overrides:
+            raise PlanError(
+                f"{rule.text} has {listing(selection.overrides)}, and is given to {argument}=, which "
+                "makes no units. Leave its settings out, or give them to a rule of units=."
+            )
+    return selections
 
 
 def _not_taken(tree: ModelTree, rule: UnitRule, taken: dict[ModuleNode, str]) -> list[Selection]:
@@ -251,18 +256,6 @@ def _check_callable(rule: UnitRule, selection: Selection) -> None:
             )
 
 
-def _checked_replicated(tree: ModelTree, rule: UnitRule, selection: Selection) -> list[ModuleNode]:
-    nodes = [below for node in selection.modules for below in node.subtree()]
-    split = {fqn for node in nodes for fqn in node.params if tree.specs[fqn].tensor_parallel}
-    if split:
-        raise PlanError(
-            f"{listing(sorted(split), 6)} is a DTensor, and {rule.text} matches it. Only parameters "
-            "that every rank holds in full can be replicated. Leave its module out of the rule with "
-            "replicate=True."
-        )
-    return nodes
-
-
 def _check_dims(tree: ModelTree, rule: UnitRule, selections: list[Selection]) -> None:
     """Raise if no parameter has the dim of a rule; some, such as biases, need not."""
     most: dict[int, int] = {}  # dims that a parameter has, by shard_dim
@@ -279,6 +272,11 @@ def _check_dims(tree: ModelTree, rule: UnitRule, selections: list[Selection]) ->
                 f"{rule.text} has shard_dim={dim}, but no parameter of its modules has more than {dims} "
                 "dims. Dims count from 0."
             )
+
+
+def _as_rules(rules: Rule | Sequence[Rule]) -> list[UnitRule]:
+    listed: Any = rules if isinstance(rules, (list, tuple)) else [rules]
+    return [as_rule(rule) for rule in listed]
 
 
 def as_rule(rule: Rule) -> UnitRule:
@@ -303,11 +301,6 @@ def _rule_for(text: str, matches: Callable[[str, nn.Module], bool | Overrides], 
         for node in tree.nodes:
             answer = matches(node.fqn, node.module)
             if isinstance(answer, Mapping):  # settings for this module, perhaps none
-                for name in answer.keys() & _NO_UNITS:
-                    raise PlanError(
-                        f"{text} returns {name}= for {node.name}. A callable makes units, and {name}= "
-                        f"makes none. Give it a rule of its own: by_name({node.fqn!r}, {name}=...)."
-                    )
                 found.append(Selection((node,), Overrides(**{**overrides, **answer})))
             elif answer:
                 found.append(Selection((node,), overrides))
@@ -358,12 +351,6 @@ def check_settings(rule: str, settings: Mapping[str, Any]) -> None:
                 wanted = "True, False or a number of ranks"
             where = f"{name} of {rule}" if rule else name
             raise PlanError(f"{where} must be {wanted}, got {value!r}.")
-        if name in _NO_UNITS and value and len(settings) > 1:
-            others = listing(sorted(settings.keys() - {name}))
-            raise PlanError(
-                f"{rule} has {name}={value} with {others}. A rule with {name}= makes no units: its "
-                f"modules stay in whichever unit they are. Give {name}= a rule of its own."
-            )
     policy_name(settings.get("checkpoint_activations"))
 
 

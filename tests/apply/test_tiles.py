@@ -23,13 +23,12 @@ from shardkit import (
     accumulate,
     apply_plan,
     by_class,
-    by_name,
     plan_model,
 )
 from shardkit.testing import comm_counts, distributed, fake_world
 from shardkit.tiles import tiled
 
-TILES = by_name("**.mlp", tiles=4)
+TILES = {"**.mlp": 4}
 
 
 class Mlp(nn.Module):
@@ -74,10 +73,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "default units": {"units": TILES},
-    "blocks recomputed": {"units": TILES, "checkpoint_activations": True},
-    "a unit of its own": {"units": ["layers.*", "layers.0.mlp", TILES]},
-    "kept gathered": {"units": [TILES, "layers.*"], "reshard_after_forward": False},
+    "default units": {"tiles": TILES},
+    "blocks recomputed": {"tiles": TILES, "checkpoint_activations": True},
+    "a unit of its own": {"tiles": TILES, "units": ["layers.*", "layers.0.mlp"]},
+    "kept gathered": {"tiles": TILES, "units": "layers.*", "reshard_after_forward": False},
 }
 # Of this rank's micro-batches: uneven, fewer tokens than tiles, one, none; and a batch without a dim of sequences.
 BATCHES = [(2, 13), (3, 3), (1, 1), (2, 0), (11,)]
@@ -203,26 +202,26 @@ def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "text"),
+    ("units", "tiles", "text"),
     [
-        (by_name("layers.*", tiles=2, compile=True), "tiles=2 with compile. A rule with tiles= makes no units"),
-        (by_class(Mlp, tiles=True), "layers.2.mlp has tiles=True. It must be a number of tiles"),
-        (by_class(Mlp, tiles="4"), "must be a int, got '4'."),  # type: ignore[arg-type]
-        ([by_class(Mlp), by_class(Block, tiles=2)], "layers.1 has tiles=2, and layers.1.mlp inside"),
-        ([by_class(Mlp, tiles=2), by_class(Block, tiles=2)], "layers.1 has tiles=2, and layers.1.mlp inside"),
-        ([by_class(Block, compile=True), TILES], "layers.0.mlp has tiles=4, and layers.0 is compiled."),
-        ([TILES, by_class(Mlp, tiles=2)], "by_class(Mlp) matches modules of earlier rules"),
+        (None, {42: 2}, "units must be by_class"),
+        (None, {"layers.7": 2}, "by_name('layers.7') matches no module"),
+        (None, {Mlp: True}, "layers.2.mlp has tiles=True. It must be a number of tiles"),
+        (None, {Mlp: "4"}, "layers.2.mlp has tiles='4'. It must be a number of tiles"),
+        (Mlp, {Block: 2}, "layers.1 has tiles=2, and layers.1.mlp inside"),
+        (None, {Mlp: 2, Block: 2}, "layers.1 has tiles=2, and layers.1.mlp inside"),
+        (by_class(Block, compile=True), TILES, "layers.0.mlp has tiles=4, and layers.0 is compiled."),
     ],
 )
-def test_rules_that_cannot_be_followed(rules: Any, text: str) -> None:
+def test_rules_that_cannot_be_followed(units: Any, tiles: Any, text: str) -> None:
     with pytest.raises(PlanError, match=re.escape(text)):
-        plan_model(Model(), mesh=MeshSpec.sharded(8), units=rules)
+        plan_model(Model(), mesh=MeshSpec.sharded(8), units=units, tiles=tiles)
 
 
 def test_tiles_in_the_plan() -> None:
     model = Model()
-    whole = by_name("layers.1.mlp", tiles=1)
-    plan = plan_model(model, mesh=MeshSpec.sharded(8), units=[whole, TILES], example_batch=torch.ones(1, 4).long())
+    tiles = {"layers.1.mlp": 1, **TILES}
+    plan = plan_model(model, mesh=MeshSpec.sharded(8), tiles=tiles, example_batch=torch.ones(1, 4).long())
     default = plan_model(model, mesh=MeshSpec.sharded(8))
     assert plan.tiles == (("layers.0.mlp", 4), ("layers.2.mlp", 4))
     assert plan.units == default.units
@@ -238,7 +237,7 @@ def test_the_code_of_a_plan_computes_in_tiles() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(Mlp(), Mlp()).double()
     model, x, calls = copy.deepcopy(plain), torch.randn(2, 9, 6, dtype=torch.double), []
-    plan = plan_model(model, mesh=MeshSpec.sharded(1), units=by_class(Mlp, tiles=4))
+    plan = plan_model(model, mesh=MeshSpec.sharded(1), tiles={Mlp: 4})
     with fake_world(1):
         exec(plan.to_python(), {"model": model})
         model[0].up.register_forward_hook(lambda *_: calls.append(1))

@@ -101,8 +101,8 @@ def test_training_in_fp16_finds_its_scale_and_the_gradients_of_float32(shape):
     if shape is None:
         shard(net, mp_policy=FP16)
     else:
-        rule = by_name("blocks.*", "narrow", "frozen", replicate=True)
-        shard_model(net, mesh=mesh_of(shape), units=rule, mp_policy=FP16)
+        rule = by_name("blocks.*", "narrow", "frozen")
+        shard_model(net, mesh=mesh_of(shape), replicate=rule, mp_policy=FP16)
     optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-6)
     reference = torch.optim.SGD(plain.parameters(), lr=2.0**-6)
     scaler, skipped = GradScaler("cpu", init_scale=2.0**13), 0

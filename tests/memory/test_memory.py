@@ -71,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prefetched": {"prefetch": 2, "mp_policy": HALF},
     "blocks only": {"units": by_class(Block)},
     "one unit": {"units": []},
-    "replicated modules": {"units": by_name("layers.1", "head", replicate=True), "mp_policy": HALF},
+    "replicated modules": {"replicate": by_name("layers.1", "head"), "mp_policy": HALF},
 }
 
 
@@ -189,14 +189,15 @@ class Llama(transformers.LlamaForCausalLM):
         return tiled_loss(self.lm_head, hidden, input_ids, tiles=8)
 
 
-TILES = by_name("**.mlp", tiles=5)
+TILES = {"**.mlp": 5}
 IN_TILES: dict[str, dict[str, Any]] = {
     "whole": {"units": ["model.layers.*"]},
-    "tiles": {"units": [TILES, "model.layers.*"]},
+    "tiles": {"units": "model.layers.*", "tiles": TILES},
     "checkpointed": {"units": [by_name("model.layers.*", checkpoint_activations=True)]},
-    "checkpointed, tiles": {"units": [TILES, by_name("model.layers.*", checkpoint_activations=True)]},
+    "checkpointed, tiles": {"units": by_name("model.layers.*", checkpoint_activations=True), "tiles": TILES},
     "a unit, half precision": {
-        "units": [TILES, "**.mlp", "model.layers.0"],
+        "tiles": TILES,
+        "units": ["**.mlp", "model.layers.0"],
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
     },
 }

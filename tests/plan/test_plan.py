@@ -221,7 +221,7 @@ SAID |= {"norm": "keep_full_weight", "head": "keep_full_weight"}
 UNSAID = {
     "compile cannot be said .*: layers.1\\.": {"units": [by_name("layers.1", compile=True), by_class(Block)]},
     "ignored cannot be said .*: embed.weight": {"ignored_params": ["embed.weight"]},
-    r"tiles cannot be said .*: \('layers.0'": {"units": [by_name("layers.*", tiles=2)]},
+    r"tiles cannot be said .*: \('layers.0'": {"tiles": {"layers.*": 2}},
     "mp_policy cannot be said .*: embed": {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)},
     r"layers.1 is no unit, where others of layers.\* are free_full_weight": {"units": by_name("layers.0")},
     "layers.0.norm stays gathered inside of layers.0": {

@@ -48,20 +48,14 @@ EIGHT = MeshSpec.sharded(8)
         ),
         (42, ["units must be by_class", "got 42"]),
         (group("layers.0", "layers.0.norm"), ["group('layers.0', 'layers.0.norm')", "inside another one of the same"]),
-        (
-            by_class(nn.LayerNorm, replicate=True, compile=True),
-            ["by_class(LayerNorm) has replicate=True with compile."],
-        ),
-        (lambda fqn, module: {"tiles": 4} if fqn == "head" else fqn == "norm", ["<lambda> returns tiles= for head"]),
-        (lambda fqn, module: {"replicate": True} if fqn == "norm" else False, ["returns replicate= for norm"]),
+        (lambda fqn, module: {"tiles": 4} if fqn == "head" else fqn == "norm", ["<lambda> has an unknown", "tiles"]),
+        (by_name("norm", replicate=True), ["by_name('norm') has an unknown setting, replicate"]),  # type: ignore[call-arg]
         (
             lambda fqn, module: {"shard_dim": 7} if fqn == "head" else fqn == "norm",
             ["<lambda> has shard_dim=7, but no parameter of its modules has more than 2 dims"],
         ),
-        (by_name("norm", replicate=1), ["replicate of by_name('norm') must be a bool, got 1"]),
-        (by_name("", replicate=True), ["no parameter that can be sharded: embed.weight", "replicated by a rule"]),
         # Two rules that claim one module.
-        ([nn.LayerNorm, by_name("norm", replicate=True)], ["by_name('norm')", "norm (by by_class(LayerNorm))"]),
+        ([nn.LayerNorm, by_name("norm")], ["by_name('norm')", "norm (by by_class(LayerNorm))"]),
         (
             [group("layers.0", "layers.1"), group("layers.1", "layers.2")],
             ["layers.1 (by group('layers.0', 'layers.1'))"],
@@ -167,8 +161,8 @@ def test_parameters_that_are_dtensors_already() -> None:
     with fake_world(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh["tp"], [Shard(0)]))
-        with refused(model, "head.weight is a DTensor, and by_name('head') matches it."):
-            shard_model(model, mesh=mesh["dp"], units=by_name("head", replicate=True))
+        with refused(model, "replicate has head.weight, a DTensor."):
+            shard_model(model, mesh=mesh["dp"], replicate="head")
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
         model.head.weight = nn.Parameter(distribute_tensor(Decoder().head.weight.detach(), mesh, [Shard(0)]))
         with refused(model, "head.weight is a DTensor already", 'mesh=world_mesh["dp"]'):

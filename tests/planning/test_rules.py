@@ -73,8 +73,8 @@ def test_the_first_rule_that_matches_wins() -> None:
 
 
 def test_replicated_modules_leave_the_default_units_or_those_of_other_rules() -> None:
-    default, rule = plan_model(Decoder(layers=1), mesh=EIGHT), by_class(nn.LayerNorm, replicate=True)
-    plan = plan_model(Decoder(layers=1), mesh=EIGHT, units=rule)
+    default = plan_model(Decoder(layers=1), mesh=EIGHT)
+    plan = plan_model(Decoder(layers=1), mesh=EIGHT, replicate=nn.LayerNorm)
     assert [unit.name for unit in default.units] == ["embed", "layers.0", "[norm, head]", "(root)"]
     assert [unit.name for unit in plan.units] == ["embed", "layers.0", "head", "(root)"]
     assert plan.replicated == ("layers.0.norm.weight", "layers.0.norm.bias", "norm.weight", "norm.bias")
@@ -82,7 +82,8 @@ def test_replicated_modules_leave_the_default_units_or_those_of_other_rules() ->
     assert ShardingPlan.from_dict(plan.to_dict()) == plan
     assert "+ replicated: ['layers.0.norm.weight', " in default.diff(plan)
     units = ["layers.0", "layers.0.norm", "norm", "embed"]
-    sharded, plan = (plan_model(Decoder(layers=1), mesh=EIGHT, units=rules) for rules in (units, [rule, *units[:1]]))
+    sharded = plan_model(Decoder(layers=1), mesh=EIGHT, units=units)
+    plan = plan_model(Decoder(layers=1), mesh=EIGHT, units=units[:2], replicate=[nn.LayerNorm])
     assert [unit.name for unit in plan.units] == ["layers.0", "(root)"]
     assert plan.units[0] in sharded.units
     counts, others = plan.collectives(3), sharded.collectives(3)

@@ -71,7 +71,7 @@ class Net(nn.Module):
         return self(x)
 
 
-NORMS = by_class(nn.LayerNorm, replicate=True)
+NORMS = {"replicate": nn.LayerNorm}
 
 
 def agreed(build: Callable[[], nn.Module]) -> nn.Module:
@@ -225,7 +225,7 @@ def test_on_two_axes_bit_for_bit(name: str) -> None:
     bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if name == "llama":
         options = {"mp_policy": bfloat16, "optimizer": "adamw on local shards", "steps": 2}
-        parity.one_counts(name, mesh=(2, 2), units=by_class("LlamaRMSNorm", replicate=True), **options)
+        parity.one_counts(name, mesh=(2, 2), replicate=by_class("LlamaRMSNorm"), **options)
         return
     # AdamW steps on DTensors and plain scalars together in one; the other one's many DTensors would take seconds.
     parity.one_counts(name, mesh=(2, 2), steps=3, optimizer="adamw" if name == "scalar" else "adamw on local shards")
@@ -274,8 +274,8 @@ def test_meta_and_state() -> None:
 @distributed(world_size=4, backend="gloo")
 def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) -> None:
     rank, models = dist.get_rank(), {}
-    for name, units in {"sharded": None, "replicated": NORMS}.items():
-        models[name] = shard_model(agreed(Decoder), mesh=mesh_of((2, 2)), units=units)
+    for name, rules in {"sharded": {}, "replicated": NORMS}.items():
+        models[name] = shard_model(agreed(Decoder), mesh=mesh_of((2, 2)), **rules)
         optimizer = torch.optim.AdamW(models[name].parameters(), lr=0.1)
         for micro in range(2):
             with accumulate(models[name], last=micro == 1):
@@ -313,7 +313,7 @@ def test_the_torch_code_does_the_same() -> None:
     assert_same(found, expected)
     assert all(torch.equal(found[name], grad) for name, grad in expected.items() if grad is not None)
 
-    options = {"mesh": mesh_of((2,)), "units": NORMS, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    options = {"mesh": mesh_of((2,)), **NORMS, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     plan, by_hand, model = plan_model(Decoder(), **options), *(agreed(Decoder) for _ in range(2))
     exec(plan.to_python(), scope := {"model": by_hand})
     for each in (shard_model(model, **options), by_hand):

@@ -114,6 +114,7 @@ def _plan(target: Target, model: nn.Module) -> Any:
     if target.offload:
         offload = fsdp.CPUOffloadPolicy(target.pin_memory and accelerator() != "cpu")
     mp_policy = fsdp.MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output)
+    tiles = dict.fromkeys(_mlps(model), target.tiles) if target.tiles > 1 else None
     return plan_model(
         model,
         units=[*_rules(target, model, mp_policy), by_name("", **_root(target))],
@@ -122,6 +123,7 @@ def _plan(target: Target, model: nn.Module) -> Any:
         mp_policy=mp_policy,
         offload_policy=offload,
         checkpoint_activations=target.checkpoint_activations,
+        tiles=tiles,
     )
 
 
@@ -134,8 +136,6 @@ def _rules(target: Target, model: nn.Module, mp_policy: fsdp.MixedPrecisionPolic
     wrap = target.wrap
     if target.mesh is not None and "ep" in target.mesh.axis_names:
         yield _experts_in_one_parameter
-    if target.tiles > 1:
-        yield by_name(*_mlps(model), tiles=target.tiles)
     if wrap.embeddings:
         yield by_name(_end(model, "input"))
     if wrap.head:
