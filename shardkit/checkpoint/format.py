@@ -168,15 +168,22 @@ def find_tensors(path: Path) -> dict[str, Entry]:
         weight_map: dict[str, str] = json.loads(file.read_bytes())["weight_map"]
         headers = {}
         for name in sorted(set(weight_map.values())):
-            if Path(name).name != name:
-                raise ValueError(f"{name!r} is not the name of a file beside the index")
-            headers[name] = read_header(file.parent / name)
+            headers[name] = read_header(_beside(file, name))
         return {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {error}). Pass a safetensors file, a "
             "*.safetensors.index.json, or a directory that has either, such as a snapshot of the hub."
         ) from error
+
+
+def _beside(index: Path, name: str) -> Path:
+    """Return a file that an index names: in its directory, or a blob of the hub's cache around it."""
+    root, file = index.parent.resolve(), (index.parent / name).resolve()
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    if Path(name).name != name or not (file.is_relative_to(root) or file.is_relative_to(blobs)):
+        raise ValueError(f"{name!r} leads out of the directory, to {file}")
+    return index.parent / name
 
 
 def _main_file(directory: Path) -> str:

@@ -250,8 +250,26 @@ def test_an_index_names_files_beside_it_only(name, tmp_path):
     put(tmp_path / "secret.safetensors")
     (tmp_path / "model" / "sub").mkdir(parents=True)
     found = refusal(index_of(tmp_path / "model", {"a": name}))
-    assert "is not the name of a file" in found or "is not a file" in found or "null " in found
-    assert "not the name" in refusal(index_of(tmp_path / "model", {"a": str(tmp_path / "secret.safetensors")}))
+    assert "leads out of the directory" in found or "is not a file" in found or "null " in found
+    assert "leads out" in refusal(index_of(tmp_path / "model", {"a": str(tmp_path / "secret.safetensors")}))
+
+
+def test_links_out_of_the_directory_are_refused(tmp_path):
+    secret = put(tmp_path / "secret.safetensors")
+    inside = put(tmp_path / "model" / "real.safetensors")
+    for target in (secret, Path("..") / "secret.safetensors"):
+        link = tmp_path / "model" / "link.safetensors"
+        link.symlink_to(target)
+        found = refusal(index_of(tmp_path / "model", {"a": link.name}))
+        assert f"'link.safetensors' leads out of the directory, to {secret}" in found
+        link.unlink()
+    (tmp_path / "model" / "link.safetensors").symlink_to(inside)
+    assert set(find_tensors(tmp_path / "model")) == {"a"}
+    # What the user names is meant.
+    (tmp_path / "mine.safetensors").symlink_to(secret)
+    assert set(find_tensors(tmp_path / "mine.safetensors")) == {"a"}
+    (tmp_path / "models").symlink_to(tmp_path / "model")
+    assert set(find_tensors(tmp_path / "models")) == {"a"}
 
 
 def test_an_index_and_its_files_must_agree(tmp_path):
