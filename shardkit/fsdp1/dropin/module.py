@@ -219,3 +219,4 @@ class FullyShardedDataParallel(FSDP1Methods, metaclass=_Shards):
                 each.__class__ = _mixed(FullyShardedDataParallel, plain)
             state.attach(each)
             tensors.adopt(each)
+        module.register_forward_pre_hook(tensors.check_own_dtype, prepend=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit._fsdp import own_parameters
+from shardkit._fsdp import not_compiled, own_parameters
 from shardkit._fsdp.fsdp1 import optimizers_in_backward, set_local
 from shardkit._torch import local_tensor, plain_attributes, with_local
 from shardkit._torch.dispatch import tree_leaves
@@ -195,6 +195,16 @@ def _exchange(param: Any, value: Any) -> None:
         own.copy_(local_tensor(value))
     set_local(param, value, own)
     del _exchanged[id(param)]
+
+
+@not_compiled
+def check_own_dtype(model: nn.Module, args: object) -> None:
+    """Before a forward, which would not use them: raise for parameters exchanged for another dtype."""
+    for name, param in model.named_parameters() if _exchanged else ():
+        if id(param) in _exchanged:
+            rule = "The forward gathers the values in the parameter's own dtype"
+            fix = "Assign param.data in the old dtype again after the step, or cast the model before FSDP(...)"
+            raise TranslationError(message(f"data of {name}", "is in another dtype", rule, fix))
 
 
 def _memory(local: Tensor) -> int:

@@ -92,6 +92,8 @@ def test_other_exchanges_of_data_are_refused():
         with pytest.raises(TranslationError, match=r"^param.data cannot be assigned .* Use param.data.copy_"):
             model[2].weight.data = value
     model[0].weight.data = model[0].weight.data.double()
+    with pytest.raises(TranslationError, match=r"^data of 0.weight is in another dtype"):
+        model(inputs(0))
     model[0].weight.data = model[0].weight.data.float() * 0  # other memory: copied into its own
     assert torch.equal(model(inputs(0)), model(inputs(1)))
     model(inputs(0)).sum().backward()
