@@ -135,8 +135,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         if not (directory / MANIFEST).is_file():  # opening a pipe would wait for its writer
             raise ValueError(f"there is no file {MANIFEST}")
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes())
-        if (version := manifest["shardkit_checkpoint"]) != VERSION:
-            raise ValueError(f"it has version {version}, and this shardkit reads version {VERSION}")
+        version = manifest["shardkit_checkpoint"]
+        if version != VERSION:
+            raise CheckpointError(
+                f"{directory} has version {version}, and this shardkit reads version {VERSION}. Its weights "
+                "load from the file model.safetensors in it, by strict=False if the model has extra state."
+            )
         int(manifest["created"])
         for name, (size, _) in manifest["files"].items():
             found = os.lstat(directory / name)

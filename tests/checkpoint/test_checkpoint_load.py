@@ -6,6 +6,7 @@ import shutil
 import warnings
 
 import pytest
+import saved_before
 import torch
 import torch.distributed.checkpoint as dcp
 from meshes import mesh_of
@@ -264,3 +265,13 @@ def test_a_tensor_learning_rate_comes_back_from_a_file_of_torch_save(tmp_path):
         load_checkpoint(tmp_path / name, other, resumed)
         assert torch.equal(resumed.param_groups[0]["lr"], torch.tensor(0.01)), name
         assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]), name
+
+
+def test_what_an_earlier_version_saved_is_refused_and_its_weights_load():
+    model, _, _ = saved_before.build(None)
+    with pytest.raises(CheckpointError, match=r"has version 1.*model\.safetensors"):
+        load_checkpoint(saved_before.PLACE, model)
+    load_checkpoint(saved_before.PLACE / "model.safetensors", model, strict=False)
+    expected = saved_before.build(1.0)[0]
+    assert_same(dict(model.named_parameters()), dict(expected.named_parameters()))
+    assert model.count == expected.count
