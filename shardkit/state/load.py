@@ -314,7 +314,7 @@ class Room:
         new = {id(t) for n, dtype in dtypes.items() if is_on_meta(t := tensors[n]) or t.dtype != dtype}
         self._model = model
         others = [target for target in find_targets(model) if id(target.tensor) not in given]
-        self._others = [Replay(model, others, draw_all=False)] if others else []
+        self._others = [Replay(model, others)] if others else []
         self.digest = [each.digest for each in self._others]  # of the construction's values, equal on all ranks
         self._targets = find_targets(model, lambda tensor: id(tensor) in new) if new else []
         self._targets = [target for target in self._targets if id(target.tensor) in new]

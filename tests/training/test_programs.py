@@ -143,10 +143,11 @@ def decoder() -> nn.Module:
 
 def decoder_on_meta(mesh: tuple[int, ...] = (), seed: int = 0, **options: Any) -> nn.Module:
     """A Decoder that is never whole on any rank; by default on one axis of all ranks."""
+    torch.manual_seed(seed)
     with init_on_meta():
         model = decoder()
     shard_model(model, mesh=mesh_of(mesh or (dist.get_world_size(),)), **options)
-    return materialize(model, seed=seed)
+    return materialize(model)
 
 
 @distributed(world_size=4, backend="gloo")
