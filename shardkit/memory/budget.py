@@ -109,98 +109,91 @@ def parse_bytes(size: int | str, name: str = "budget", of: int = 0) -> int:
     return value
 
 
-def _less(budget: int, reserved: int) -> str:
-    return f"{nbytes(budget)} less {nbytes(reserved)} reserved" if reserved else nbytes(budget)
-
-
-def choose(step: Step, optimizer: OptimizerBytes, budget: int, reserved: int, ranks_per_node: int) -> BudgetPlan:
-    """Return the first candidate that fits, with what is left of the budget spent; raise a PlanError if none does."""
+def choose(
+    step: Step, optimizer: OptimizerBytes, budget: int, reserved: int, ranks_per_node: int
+) -> BudgetPlan:
+    """Return the first candidate that fits, with what is left spent; raise a PlanError if none does."""
     limit = budget - reserved
-    weighed = Search(step, optimizer, limit, ranks_per_node).weighed(step.plan)
-    last = weighed[-1]
+    search = Search(step, optimizer, limit, ranks_per_node)
+    search.run()
+    last = search.weighed[-1]
     if last.peak.total <= limit:
-        return BudgetPlan(last.name, last.plan, last.timeline, last.host, tuple(weighed), budget, reserved)
-    least = min(weighed, key=lambda candidate: candidate.peak.total)
+        weighed = tuple(search.weighed)
+        return BudgetPlan(last.name, last.plan, last.timeline, last.host, weighed, budget, reserved)
+    least = min(search.weighed, key=lambda candidate: candidate.peak.total)
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
-    problem = f"of {_less(budget, reserved)} is too little: {least.name} still peaks at {peak}, "
-    problem += f"{missing} too much, {least.peak.where}"
+    size = f"{nbytes(budget)} less {nbytes(reserved)} reserved" if reserved else nbytes(budget)
+    problem = f"of {size} is too little: {least.name} still peaks at {peak}, {missing} too much, {least.peak.where}"
     fix = 'Use a smaller batch, smaller units, or tiles, such as by_name("*.mlp", tiles=4)'
     raise PlanError(message("budget", problem, "", fix))
 
 
-@dataclass(frozen=True)
 class Search:
-    """Weighs plans of the same units on any mesh; each is one arithmetic pass over traces measured once."""
+    """Weighs plans of the same units; each is one arithmetic pass over traces measured once."""
 
-    step: Step
-    optimizer: OptimizerBytes
-    limit: int
-    ranks_per_node: int = 8
+    def __init__(self, step: Step, optimizer: OptimizerBytes, limit: int, ranks_per_node: int = 8) -> None:
+        self.step, self.optimizer, self.limit, self.ranks_per_node = step, optimizer, limit, ranks_per_node
+        self.weighed: list[Prediction] = []  # in the order of what they cost
 
-    def weighed(self, base: ShardingPlan) -> list[Prediction]:
-        """Return candidates in the order of what they cost, up to the first that fits and what that leaves to spend."""
-        sharded = resharded(base)
-        found = [*self._from((), sharded)]
-        if found[-1].peak.total > self.limit:
-            found += self._from(("offloaded to the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy()))
-        return found
+    def run(self) -> None:
+        """Weigh plans up to the first that fits, and what is left to spend there."""
+        sharded = resharded(self.step.plan)
+        offloaded = changed(sharded, offload_policy=CPUOffloadPolicy())
+        for plan, label in ((sharded, ""), (offloaded, "offloaded to the CPU")):
+            if self._weigh(label or "everything sharded", plan):
+                self._keep_gathered(label, plan)
+                return
+            # The fewest blocks that are enough, or all.
+            blocks = self.step.blocks
+            for policy, how in (("selective", "selectively"), (True, "in full")):
+                if not blocks or (policy == "selective" and with_units_inside(plan)):
+                    continue
 
-    def weigh(self, labels: tuple[str, ...], plan: ShardingPlan) -> Prediction:
-        """Return a candidate with its timeline."""
-        return self.step.predict(", ".join(labels) or "everything sharded", plan, self.optimizer)
+                def first_blocks(number: int, plan: ShardingPlan = plan, policy: Any = policy) -> ShardingPlan:
+                    return with_checkpoints(plan, dict.fromkeys(self.step.blocks[:number], policy))
+
+                number = 1
+                if not self._fits(first_blocks(1)):
+                    number = 1 + _most(len(blocks) - 1, lambda n: not self._fits(first_blocks(n)))
+                plan = first_blocks(number)
+                of_blocks = f"{number} of {len(blocks)} blocks checkpointed {how}"
+                name = f"{label}, {of_blocks}" if label else of_blocks
+                if self._weigh(name, plan):
+                    self._keep_gathered(name, plan)
+                    return
+
+    def _weigh(self, name: str, plan: ShardingPlan) -> bool:
+        """Add a candidate; return whether it fits."""
+        self.weighed.append(self.step.predict(name, plan, self.optimizer))
+        return self.weighed[-1].peak.total <= self.limit
 
     def _fits(self, plan: ShardingPlan) -> bool:
-        return self.weigh((), plan).peak.total <= self.limit
+        return self.step.predict("", plan, self.optimizer).peak.total <= self.limit
 
-    def _from(self, labels: tuple[str, ...], plan: ShardingPlan) -> Iterator[Prediction]:
-        """Weigh a plan, else with the fewest blocks checkpointed that are enough, or all; spend what is left."""
-        found, blocks, given = self.weigh(labels, plan), self.step.blocks, labels
-        yield found
-        for policy, how in (("selective", "selectively"), (True, "in full")) if blocks else ():
-            if found.peak.total <= self.limit:
-                break
-            if policy is not True and with_units_inside(plan):
-                continue
-            number = 1 + _most(len(blocks) - 1, partial(self._exceeds, found.plan, policy))
-            labels = (*given, f"{number} of {len(blocks)} blocks checkpointed {how}")
-            found = self.weigh(labels, self._checkpointed(found.plan, policy, number))
-            yield found
-        if found.peak.total <= self.limit:
-            yield from self._spend(labels, found.plan)
-
-    def _checkpointed(self, plan: ShardingPlan, policy: bool | str, number: int) -> ShardingPlan:
-        return with_checkpoints(plan, dict.fromkeys(self.step.blocks[:number], policy))
-
-    def _exceeds(self, plan: ShardingPlan, policy: bool | str, number: int) -> bool:
-        return not self._fits(self._checkpointed(plan, policy, number))
-
-    def _spend(self, labels: tuple[str, ...], plan: ShardingPlan) -> Iterator[Prediction]:
-        """Spend the memory that is left on saving all-gathers."""
+    def _keep_gathered(self, name: str, plan: ShardingPlan) -> None:
+        """Spend the memory that is left on saving all-gathers: the last units stay, or reshard within a node."""
         names = [unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False]
-        size, node = plan.mesh.shard_size, self.ranks_per_node
-        if size == 1 and not any(unit.offloads for unit in plan.units):
+        if plan.mesh.shard_size == 1 and not any(unit.offloads for unit in plan.units):
             return  # nothing is gathered
-
-        def keep_last(number: int) -> ShardingPlan:
-            return changed(plan, names[len(names) - number :], reshard_after_forward=False)
-
-        kept = _most(len(names), lambda number: self._fits(keep_last(number)))
-        if kept:
-            labels = (*labels, f"{kept} of {len(names)} units kept gathered")
-            yield self.weigh(labels, keep_last(kept))
-        if not 1 < node < size or size % node:
-            return
         on_dims = {unit.name for unit in plan.units if unit.shard_dims}  # torch reshards these fully or not at all
-        others = [name for name in names[: len(names) - kept] if name not in on_dims]
+        node = self.ranks_per_node
+        ways: list[tuple[bool | int, str]] = [(False, f"of {len(names)} units kept gathered")]
+        if 1 < node < plan.mesh.shard_size and plan.mesh.shard_size % node == 0:
+            ways.append((node, f"of {len(names)} resharded within the node"))
+        for reshard, how in ways:
 
-        def keep_in_node(number: int) -> ShardingPlan:
-            return changed(keep_last(kept), others[len(others) - number :], reshard_after_forward=node)
+            def last_units(number: int, plan: ShardingPlan = plan, reshard: bool | int = reshard) -> ShardingPlan:
+                return changed(plan, names[len(names) - number :], reshard_after_forward=reshard)
 
-        near = _most(len(others), lambda number: self._fits(keep_in_node(number)))
-        if near:
-            yield self.weigh((*labels, f"{near} of {len(names)} resharded within the node"), keep_in_node(near))
+            if reshard is not False:
+                names = [each for each in names if each not in on_dims]
+            number = _most(len(names), lambda n: self._fits(last_units(n)))
+            if number:
+                plan, name = last_units(number), f"{number} {how}" if name == "everything sharded" else f"{name}, {number} {how}"
+                self._weigh(name, plan)
+                names = names[: len(names) - number]
 
 
-def _most(highest: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to ``highest`` that fits, else 0: keeping more never needs less memory."""
-    return bisect_left(range(1, highest + 1), True, key=lambda number: not fits(number))
+def _most(highest: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number up to ``highest`` for which it holds, else 0; it holds for all below that."""
+    return bisect_left(range(1, highest + 1), True, key=lambda number: not holds(number))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.trace import fake_copy, hook_unit, tensors_of
+from shardkit.memory.trace import hook_unit, on_fake_tensors, tensors_of
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 
@@ -56,23 +56,28 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
 
 
 def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
-    """Run a copy of ``model`` on fake tensors, in the dtypes that ``plan`` computes in; PlanError if that fails."""
-    units = {fqn: unit.name for unit in plan.units for fqn in unit.params}
+    """Run ``model`` on fake tensors, in the dtypes that ``plan`` computes in; PlanError if that fails."""
+    unit_of = {fqn: unit.name for unit in plan.units for fqn in unit.params}
     fix = "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) suits any forward"
-    with fake_copy(model, plan, batch, "example_batch", fix) as (copied, args, kwargs):
-        # The real parameters are watched too: a function that was not copied may still pass them to operators.
-        params = [(id(param), fqn) for each in (model, copied) for fqn, param in each.named_parameters()]
-        uses = Uses({key: (fqn, units[fqn]) for key, fqn in params if fqn in units})
-        uses.storages = {id(p.untyped_storage()): n for n, p in copied.named_parameters() if n in units}
+    real = list(model.named_parameters())  # a function that holds one may still pass it to operators
+    with on_fake_tensors(model, plan, batch, "example_batch", fix) as (args, kwargs):
+        uses = Uses()
+        for fqn, param in (*real, *model.named_parameters()):
+            if fqn in unit_of:
+                uses.owned[id(param)] = fqn, unit_of[fqn]
+        for fqn, param in model.named_parameters():
+            if fqn in unit_of:
+                uses.storages[id(param.untyped_storage())] = fqn
         for unit in plan.units:
-            uses.watch(unit, [copied.get_submodule(fqn) for fqn in unit.modules])
-        for fqn, _, name in (method.rpartition(".") for method in plan.forward_methods):  # each gathers its unit
-            owner, method = copied.get_submodule(fqn), nn.Module()
+            uses.watch(unit, [model.get_submodule(fqn) for fqn in unit.modules])
+        for path in plan.forward_methods:  # each gathers its unit
+            fqn, _, name = path.rpartition(".")
+            owner, method = model.get_submodule(fqn), nn.Module()
             method.forward = getattr(owner, name)
             uses.watch(next(unit for unit in plan.units if fqn in unit.modules), [method])
             vars(owner)[name] = method
         with uses:
-            copied(*args, **kwargs)
+            model(*args, **kwargs)
     return uses
 
 
@@ -99,7 +104,7 @@ def _entries(container: Any) -> list[Any]:
 class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the parameters that operators read while FSDP2 would not have gathered their unit."""
 
-    def __init__(self, owned: Mapping[int, tuple[str, str]]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.outside: dict[str, dict[str, str]] = {}  # by unit and FQN of a parameter: what ran when it was read
         self.called: dict[str, None] = {}  # units that ran, in order
@@ -107,7 +112,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
         self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into
         self.filled: dict[str, None] = {}  # lists and dicts among a unit's inputs that it wrote into
-        self._owned = owned  # FQN and unit of each parameter, by id
+        self.owned: dict[int, tuple[str, str]] = {}  # FQN and unit of each parameter, by id
         self._running: list[str] = []
         self._kept: set[str] = set()
 
@@ -142,7 +147,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Record the parameters among an operator's arguments, and run it."""
         for leaf in tree_leaves((args, kwargs)):
-            fqn, unit = self._owned.get(id(leaf), ("", ""))
+            fqn, unit = self.owned.get(id(leaf), ("", ""))
             if fqn and not f"{func}".startswith("prim."):  # as prim.device, with which fake tensors ask for a device
                 self.reads[fqn] = self.reads.pop(fqn, 0) + 1
             if fqn and unit not in self._kept and unit not in self._running:
