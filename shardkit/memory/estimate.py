@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
@@ -16,9 +16,7 @@ from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
-from shardkit.planning.build import Request, Settings, build_plan
 from shardkit.planning.dims import on_mesh
-from shardkit.planning.tree import ModelTree
 
 
 @dataclass(frozen=True)
@@ -55,64 +53,46 @@ class MemoryEstimate:
 
 def estimate(
     model: nn.Module | ShardingPlan,
-    *,
-    world_size: int | None = None,
-    mesh: MeshSpec | None = None,
     plan: ShardingPlan | None = None,
+    *,
     batch: Any = None,
     loss: Loss | None = None,
     optimizer: str | float = "adamw",
     ranks_per_node: int = 8,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     micro_batches: int = 1,
     keep_unsharded: bool | str | None = None,
 ) -> MemoryEstimate:
     """Estimate what every strategy needs on one rank, before anything runs. Local; needs no process group and no GPU.
 
-    Sharding and communication are arithmetic on shapes; activations are measured by one forward and backward on fake
-    tensors. Counted are the bytes alive on rank 0, which holds the most, in a steady step: the second or a later one.
-    Not counted: the allocator's rounding and fragmentation, NCCL's workspace, CUDA's context.
+    Sharding and communication are arithmetic on shapes; activations are measured by one forward and
+    backward on fake tensors. Counted are the bytes alive on rank 0, which holds the most, in a steady
+    step: the second or a later one. Not counted: the allocator's rounding and fragmentation, NCCL's
+    workspace, CUDA's context.
 
     Args:
-        model: on any device, meta too, in its present train or eval mode; or a plan, which is enough without ``batch``.
-        world_size, mesh: the number of ranks, or their mesh; pass neither to use the plan's mesh.
-        plan: the units, dtypes and settings; None is the default rule with ``mp_policy``.
-        batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones, or the only one;
-            only shapes and dtypes count. None leaves out activations.
-        loss: maps what forward returns to the loss; by default its ``loss``, else the mean of its first tensor.
+        model: on any device, meta too, in its present train or eval mode; or a plan, which is enough
+            without ``batch``.
+        plan: of the model, such as ``plan_model(model, mesh=MeshSpec.sharded(64))``: the ranks, units,
+            dtypes and settings.
+        batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones, or
+            the only one; only shapes and dtypes count. None leaves out activations.
+        loss: maps what forward returns to the loss; by default its ``loss``, else the mean of its
+            first tensor.
         optimizer: a name in ``shardkit.memory.OPTIMIZERS``, or bytes of state for each element.
         ranks_per_node: for the strategies that shard within a node.
-        mp_policy: used where no plan is given.
-        micro_batches, keep_unsharded: of a step with ``shardkit.accumulate``, which keeps gradients in between.
+        micro_batches, keep_unsharded: of a step with ``shardkit.accumulate``, which keeps gradients
+            in between.
 
     Raises:
-        PlanError: the arguments contradict each other, or the model does not run on fake tensors.
+        PlanError: the model does not run on fake tensors.
     """
-    module, given = (None, plan or model) if isinstance(model, ShardingPlan) else (model, plan)
-    if module is None and batch is not None:
-        fix = "Pass the model, with plan=... for its plan"
-        raise PlanError(message("batch", "is given with a plan", "Activations are measured on the model", fix))
-    base = base_plan(module, given, world_size, mesh, mp_policy)
-    step = Step(module, base, batch, loss, micro_batches, keep_unsharded)
-    return estimates(step, base, OptimizerBytes.of(optimizer), ranks_per_node)
-
-
-def base_plan(
-    model: nn.Module | None,
-    plan: ShardingPlan | None,
-    world_size: int | None,
-    mesh: MeshSpec | None,
-    mp_policy: MixedPrecisionPolicy,
-) -> ShardingPlan:
-    """Return ``plan``, or the default rule's, on ``world_size`` ranks, on ``mesh``, or on the plan's own mesh."""
-    found = MeshSpec.sharded(world_size) if world_size is not None else mesh or (plan.mesh if plan else None)
-    if found is None or (world_size is not None and mesh is not None):
-        problem = "must be given, or mesh" if found is None else "must not be given together with mesh"
-        raise PlanError(message("world_size", problem, "", "Pass world_size=8, or mesh=MeshSpec.hybrid(2, 4)"))
-    if plan is not None:
-        return on_mesh(plan, found)
-    assert model is not None
-    return build_plan(ModelTree(model), found, Request(settings=Settings(mp_policy=mp_policy)))
+    module = None if isinstance(model, ShardingPlan) else model
+    plan = model if isinstance(model, ShardingPlan) else plan
+    if plan is None or (module is None and batch is not None):
+        fix = "Call estimate(model, plan_model(model, mesh=MeshSpec.sharded(8)), batch=batch)"
+        raise PlanError(message("estimate", "needs a plan, and with a batch also the model", "", fix))
+    step = Step(module, plan, batch, loss, micro_batches, keep_unsharded)
+    return estimates(step, OptimizerBytes.of(optimizer), ranks_per_node)
 
 
 class Step:
@@ -160,15 +140,15 @@ class Step:
         return trace(self._model, plan, self._batch, loss=self._loss)
 
 
-def estimates(step: Step, base: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: int) -> MemoryEstimate:
-    """Return the estimates of all strategies for the units of ``base``."""
+def estimates(step: Step, optimizer: OptimizerBytes, ranks_per_node: int) -> MemoryEstimate:
+    """Return the estimates of all strategies for the units of the step's plan."""
     rows = []
-    for name, plan in _strategies(base, ranks_per_node).items():
+    for name, plan in _strategies(step.plan, ranks_per_node).items():
         state = replace(optimizer, in_backward="optimizer in backward" in name)
         if step.micro_batches > 1 and state.in_backward:
             continue  # accumulate refuses it
         rows.append(step.predict(name, plan, state))
-    return MemoryEstimate(tuple(rows), base, step.is_measured)
+    return MemoryEstimate(tuple(rows), step.plan, step.is_measured)
 
 
 def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPlan]:

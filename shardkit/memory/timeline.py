@@ -145,11 +145,6 @@ class Prediction:
         """The stretch with the most bytes alive."""
         return max(self.timeline, key=lambda point: point.total)
 
-    @property
-    def asleep(self) -> int:
-        """Bytes of pinned CPU memory that ``sleep(model, optimizer)`` takes after ``zero_grad()``."""
-        return self.timeline[0].parameters + self.timeline[0].optimizer
-
 
 def timeline(
     plan: ShardingPlan,
