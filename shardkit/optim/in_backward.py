@@ -15,7 +15,16 @@ from shardkit._torch import named_sharded_parameters
 from shardkit._torch.steps import SCALES_ITSELF, steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.check import check_optimizer
-from shardkit.optim.local import AnyOptimizer, hooked, step_on_local_shards, subclass
+from shardkit.optim.local import (
+    AnyOptimizer,
+    check_replaceable,
+    hooked,
+    is_elementwise,
+    replace_class,
+    step_of,
+    step_on_local_shards,
+    subclass,
+)
 from shardkit.ranks import check_module
 
 _SUBJECT = "optimizer_in_backward"
@@ -24,9 +33,6 @@ _SUBJECT = "optimizer_in_backward"
 def optimizer_in_backward(
     model: nn.Module,
     factory: Callable[[list[nn.Parameter]], AnyOptimizer],
-    *,
-    elementwise: bool = False,
-    cpu_threads: int | None = None,
 ) -> AnyOptimizer:
     """Make an optimizer that updates each sharded parameter in backward, once its gradient is reduced, and frees it.
 
@@ -44,15 +50,14 @@ def optimizer_in_backward(
         model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
         factory: called once with the list of trainable parameters, in the order of ``model.parameters()``; returns
             an optimizer of exactly these, in any groups, such as ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
-        elementwise, cpu_threads: as in :func:`step_on_local_shards`; elementwise also promises that one parameter can
-            be stepped at a time, with no state of a group or of all parameters together.
+            It must step each parameter by itself, with no state of a group or of all parameters.
 
     Returns:
         The optimizer that the factory made. Do not copy it, since hooks step this object; save its ``state_dict()``.
 
     Raises:
         ShardkitError: the model has no trainable sharded parameters, or is stepped in backward already; the optimizer
-            has other parameters, or :func:`step_on_local_shards` refuses it. The model is unchanged.
+            has other parameters, or wraps another one. The model is unchanged.
     """
     check_module(model)
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
@@ -63,9 +68,10 @@ def optimizer_in_backward(
         raise ShardkitError(message(listing(stepped), problem, "", fix))
     optimizer = factory(list(params.values()))
     check_optimizer(optimizer, model, low_precision=True)  # in low precision the first step warns
-    step_on_local_shards(optimizer, elementwise=elementwise, cpu_threads=cpu_threads)
-    base: Any = type(optimizer)
-    optimizer.__class__ = _in_backward_class(base)
+    check_replaceable(optimizer, _SUBJECT)
+    if is_elementwise(type(optimizer)):
+        step_on_local_shards(optimizer)
+    replace_class(optimizer, _in_backward_class)
     vars(optimizer)["stepped"] = set()
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -105,7 +111,7 @@ class _StepOne:
 @functools.cache
 def _in_backward_class(base: Any) -> Any:
     """Return a subclass, of the same name, of a class that steps on local shards."""
-    step_without_hooks = base.step.__wrapped__
+    step_without_hooks = step_of(base)
 
     @functools.wraps(step_without_hooks)
     def step(self: Any, closure: Any = None) -> Any:

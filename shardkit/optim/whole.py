@@ -20,7 +20,7 @@ from shardkit._torch.dispatch import tree_leaves, tree_map
 from shardkit._torch.steps import note_step
 from shardkit.boxes import Batch, ModelGroup, copy_into, holders, wire_device
 from shardkit.errors import ShardkitError, message
-from shardkit.optim.local import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
+from shardkit.optim.local import AnyOptimizer, check_replaceable, hooked, replace_class, step_of, subclass
 from shardkit.ranks import all_gather_bytes, together
 from shardkit.shards import Box, cut, dtensor_from_local, local_box, local_value
 
@@ -65,11 +65,11 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     check_replaceable(optimizer, "step_on_whole_matrices")
     if getattr(type(optimizer), "steps_on_whole_matrices", False):
         return optimizer
-    return replace_class(optimizer, _whole_class, slices=slices)
+    return replace_class(optimizer, functools.partial(_whole_class, slices=slices))
 
 
 @functools.cache
-def _whole_class(base: Any) -> Any:
+def _whole_class(base: Any, slices: bool) -> Any:
     inner = step_of(base)
 
     @functools.wraps(inner)
@@ -86,7 +86,7 @@ def _whole_class(base: Any) -> Any:
             _write(self, changed)
         return loss
 
-    return stepping_class(base, _whole_class, step, {"steps_on_whole_matrices": True}, kept="slices")
+    return subclass(base, {"steps_on_whole_matrices": True, "slices": slices, "step": hooked(step)})
 
 
 # ---- which rank owns what ----------------------------------------------------------------------------------------
