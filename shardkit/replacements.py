@@ -240,7 +240,7 @@ MEMBERS: dict[str, Row] = {
     "check_is_root": Row("decision", "remove it: FSDP2's root is the module that was sharded last"),
     "register_comm_hook": Row(
         "decision",
-        "for each unit; set_all_reduce_hook for replicas; grads.set_reduce_precision sends gradients in 16 bits",
+        "for each unit; set_all_reduce_hook for replicas",
         "{receiver}.set_custom_reduce_scatter(...)",
     ),
     "named_parameters": Row(

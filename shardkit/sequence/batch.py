@@ -20,7 +20,7 @@ from shardkit.ranks import Poll, raise_together
 ADVICE = "Do not split this model's sequences; shorten them, or checkpoint its blocks"
 # The tensors of a batch with a value for each token, and what padding gets; padded position ids count from 0.
 PADDING = {
-    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids"), 0),
+    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "token_type_ids"), 0),
     **dict.fromkeys(("labels", "shift_labels"), -100),
     "position_ids": 0,
 }
@@ -31,7 +31,6 @@ class Attention:
     """What the modules of a split model share."""
 
     group: dist.ProcessGroup  # the ranks that share a sequence
-    cuts_inputs: bool  # whether batches are cut, or by the model's text part, when images are in their places
     packs: bool = True  # whether masks keep documents apart where position ids begin anew; gpt-oss's do not
     dtypes: set[torch.dtype] = field(default_factory=set)  # of attention in the last forward
 
@@ -45,10 +44,10 @@ class Whole:
 
     length: int  # tokens of each sequence, without the padding that makes the parts equal
     padded: int  # with it; a multiple of the ranks
-    positions: Tensor | None  # position ids of all tokens, (batch, padded); None if the text model makes them
+    positions: Tensor  # position ids of all tokens, (batch, padded)
     mask: Tensor | None  # the attention mask of all tokens, (batch, padded); None if there was none
     targets: Tensor | None  # labels of all ranks that count in the loss, divided by the number of ranks
-    highest: Tensor | None  # the highest position id of all tokens
+    highest: Tensor  # the highest position id of all tokens
     packs: bool  # as of ``Attention``
     loss_called: bool = False  # whether the model's own loss went through ``loss_function``
 
@@ -81,8 +80,7 @@ class SplitSequence:
         """Return this rank's part of ``batch``, for ``model(**part)``; pure.
 
         Sequences are padded at the end to a multiple of the ranks, labels are shifted by one, so that those of a part
-        are of the same tokens as its logits, and both are cut. The part of a vision-language model keeps whole
-        inputs, which the model cuts when images are in their places.
+        are of the same tokens as its logits, and both are cut.
 
         **Collective** over the group: one all-reduce of 24 bytes, on the CPU if the group has a backend there, which
         compares the ranks' batches. Split before moving a batch to an accelerator.
@@ -104,23 +102,23 @@ class SplitSequence:
         full = {name: value for name, value in batch.items() if value is not None}
         inputs = full["input_ids"] if "input_ids" in full else full["inputs_embeds"]
         self._check(full, inputs.shape[:2])
-        length, attention = inputs.shape[1], self.attention
+        length = inputs.shape[1]
         by = -length % self._ranks
-        if attention.cuts_inputs and "position_ids" not in full:
+        if "position_ids" not in full:
             full["position_ids"] = torch.arange(length, device=inputs.device).expand(len(inputs), -1)
         if "labels" in full:
             full["labels"] = pad(full["labels"][:, 1:], 1, 1, PADDING["labels"])
-        full = {name: pad(x, by, _dim(name), PADDING[name]) if name in PADDING else x for name, x in full.items()}
-        ids, labels = full.get("position_ids"), full.get("labels")
-        if by and ids is not None:
-            ids[..., length:] = torch.arange(by, device=ids.device)  # a document of its own
-        targets = None if labels is None else (labels != PADDING["labels"]).sum() / self._ranks
-        positions = ids if ids is None or ids.ndim == 2 else ids[0] if len(ids) == 4 else None
-        highest = None if ids is None else ids.max()
-        mask = full.get("attention_mask")
-        whole = Whole(length, length + by, positions, mask, targets, highest, attention.packs)
-        names = set(PADDING) if attention.cuts_inputs else {"labels", "shift_labels"}
-        part = {name: self._part(x, _dim(name)) if name in names else x for name, x in full.items()}
+        for name, value in PADDING.items():
+            if name in full:
+                full[name] = pad(full[name], by, 1, value)
+        if by:
+            full["position_ids"][:, length:] = torch.arange(by, device=inputs.device)  # a document of its own
+        targets = None
+        if "labels" in full:
+            targets = (full["labels"] != PADDING["labels"]).sum() / self._ranks
+        ids, mask = full["position_ids"], full.get("attention_mask")
+        whole = Whole(length, length + by, ids, mask, targets, ids.max(), self.attention.packs)
+        part = {name: self._part(x, 1) if name in PADDING else x for name, x in full.items()}
         return part | {"sequence": whole}
 
     def cut(self, x: Tensor, dim: int = 1, value: float = 0) -> Tensor:
@@ -170,10 +168,6 @@ def _digest(x: Tensor) -> str:
     data = x.detach().cpu().contiguous()
     content = hashlib.sha256((ctypes.c_char * data.nbytes).from_address(data.data_ptr())) if data.nbytes else None
     return f"{x.dtype} {tuple(x.shape)} {content.hexdigest()[:16] if content else ''}"
-
-
-def _dim(name: str) -> int:
-    return -1 if name == "position_ids" else 1
 
 
 def pad(x: Tensor, by: int, dim: int, value: float) -> Tensor:

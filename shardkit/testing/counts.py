@@ -139,23 +139,17 @@ def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGro
         problem = f"must be a plain tensor or bytes, got {type(value).__name__}"
         fix = "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)"
         raise ShardkitError(message("value", problem, "", fix))
-    whole = torch.tensor(list(value), dtype=torch.uint8) if isinstance(value, bytes) else value.detach().cpu()
+    whole = torch.tensor(list(value), dtype=torch.uint8) if isinstance(value, bytes) else value
+    kind = f"{type(value).__name__} of {whole.dtype} and shape {tuple(whole.shape)}"
+    bits = whole.detach().cpu().flatten().clone().view(torch.uint8)  # float8 cannot be pickled
     found: list[Any] = [None] * dist.get_world_size(group)
-    own = f"{type(value).__name__} of {whole.dtype} and shape {tuple(whole.shape)}", whole.dtype
-    bits = whole.flatten().clone().view(torch.uint8)  # float8 cannot be pickled
-    dist.all_gather_object(found, (*own, bits), group)
-    ranks, (kind, dtype, first) = dist.get_process_group_ranks(group or dist.group.WORLD), found[0]
-    unlike = [_unlike(first, each, dtype) if of == kind else of for of, _, each in found]
-    different = [f"on rank {rank}: {how}" for rank, how in zip(ranks, unlike, strict=True) if how]
+    dist.all_gather_object(found, (kind, bits), group)
+    different = []
+    for rank, (other, others) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), found, strict=True):
+        if other != found[0][0]:
+            different.append(f"rank {rank} has a {other}")
+        elif not torch.equal(others, found[0][1]):
+            different.append(f"rank {rank} has {(others != found[0][1]).sum()} other bytes")
     if different:
-        rule = f"All ranks must hold what rank {ranks[0]} holds, a {kind}"
-        raise AssertionError(message("assert_same_on_all_ranks found a difference", listing(different), rule, ""))
-
-
-def _unlike(first: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return how the bytes of a tensor differ from those of the first rank's; empty if they do not."""
-    where = (first != other).view(-1, dtype.itemsize).any(dim=1).nonzero().flatten().tolist()
-    if not where:
-        return ""
-    at, one, two = where[0], first.view(dtype), other.view(dtype)
-    return f"{len(where)} of {len(one)} elements differ, the first at {at}: {two[at].item()} against {one[at].item()}"
+        rule = f"All ranks must hold what the first holds, a {found[0][0]}"
+        raise AssertionError(message("assert_same_on_all_ranks", f"found that {listing(different)}", rule, ""))

@@ -53,7 +53,7 @@ def test_what_a_program_sees_of_a_wrapped_model():
         ours._flat_param  # noqa: B018
     with pytest.raises(AttributeError, match="nowhere"):
         ours.nowhere  # noqa: B018
-    with pytest.raises(ShardkitError, match="set_reduce_precision"):
+    with pytest.raises(ShardkitError, match="set_custom_reduce_scatter"):
         ours.register_comm_hook(None, print)
     assert ours.check_is_root()
     assert not ours.layers[0].check_is_root()
