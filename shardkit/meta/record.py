@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from shardkit._torch import dispatch, has_own_dispatch
+from shardkit._torch import dispatch, has_own_dispatch, is_wrapper
 from shardkit.errors import ShardkitError, message
 from shardkit.meta.replay import evaluate
 from shardkit.meta.tape import Op, Stream, Tape, View, map_leaves, open_tape, tensors_of
+from shardkit.shards import local_value
 
 aten = torch.ops.aten
 
@@ -74,6 +75,8 @@ def init_on_meta() -> Iterator[None]:
     for module in gc.get_objects():
         if issubclass(type(module), nn.Module) and "_parameters" in vars(module):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if isinstance(tensor, Tensor) and is_wrapper(tensor):
+                    tensor = local_value(tensor)  # float8 training weights wrap one plain tensor
                 view = tape.find(tensor) if is_plain_meta(tensor) else None
                 if view is not None:
                     records.setdefault(module, Record(tape, {})).views[name] = view

@@ -61,8 +61,9 @@ def step_on_local_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
 def is_elementwise(kind: Any) -> bool:
     """Return whether a class steps as one of torch's element-wise ones."""
     for each in ELEMENTWISE:
-        if issubclass(kind, each) and step_of(kind) is step_of(each):
-            return getattr(kind, steps.COLLECT) is getattr(each, steps.COLLECT)
+        same_step = issubclass(kind, each) and step_of(kind) is step_of(each)
+        if same_step and getattr(kind, steps.COLLECT) is getattr(each, steps.COLLECT):
+            return True
     return False
 
 
