@@ -88,7 +88,7 @@ ARGUMENTS: dict[str, Row] = {
     "param_init_fn": Row(
         "mapped",
         "Called with each module of a unit on meta, right before the unit is sharded, as in FSDP1",
-        "init_on_meta() and materialize(model, init=...)",
+        "init_on_meta() and materialize(model)",
     ),
     "device_id": Row(
         "mapped",

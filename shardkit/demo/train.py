@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardkit import full_state_dict, init_on_meta, materialize, plan_model, shard_model
-from shardkit.memory import estimate
 
 SEED, LEARNING_RATE = 0, 3e-3
 EPS = 1e-5  # well above a gradient's rounding, which AdamW would turn into whole steps where the gradient is 0
@@ -115,9 +114,7 @@ def train_sharded(job: Job) -> Run:
     with init_on_meta():
         model = ByteTransformer(context=CONTEXT)
     plan = plan_model(model)
-    tokens = job.batch(0)[:SEQUENCES]
-    rows = estimate(model, plan, batch=tokens[:, :-1], loss=lambda logits: _loss(logits, tokens))
-    job.say(f"\n{plan}\n\n{rows}\n")
+    job.say(f"\n{plan}\n")
     materialize(shard_model(model, plan=plan))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
     run = _train(job, "sharded", model, optimizer, [])

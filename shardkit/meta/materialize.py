@@ -15,15 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
-from shardkit._torch import is_wrapper, local_tensor, offloaded_parameters, reread_sharded_parameters
+from shardkit._torch import local_tensor, offloaded_parameters, reread_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.meta.initializers import Initializer, record_initializers
-from shardkit.meta.record import is_plain_meta, is_recorded, records
+from shardkit.meta.record import is_plain_meta, records
 from shardkit.meta.replay import Final, Player
 from shardkit.meta.tape import View, open_tape
 from shardkit.ranks import groups_of, together
 from shardkit.references import Setter, references
-from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
+from shardkit.shards import as_sharded, device_of, local_part, wrapped_as
 
 logger = logging.getLogger("shardkit")
 
@@ -42,9 +41,7 @@ class Target:
     value: Tensor | None = None
 
 
-def materialize(
-    model: nn.Module, device: torch.device | str | None = None, *, init: Initializer | None = None
-) -> nn.Module:
+def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Give a sharded meta model the values of ordinary construction, bit for bit; return it.
 
     Every meta parameter, buffer, and tensor in attributes of modules and in lists, tuples and dicts
@@ -56,23 +53,18 @@ def materialize(
     numbers, to check that all are to make the same model.
 
     Args:
-        model: sharded with ``shard_model``, ``apply_plan`` or torch's ``fully_shard``, before its
-            first forward.
+        model: built under ``init_on_meta``, and sharded with ``shard_model``, ``apply_plan`` or
+            torch's ``fully_shard``; before its first forward.
         device: where the values are computed; None is where the model was built, as a rule the CPU.
             ``"cuda"`` is faster, and draws other numbers: those of construction on a GPU under the
             same seed. The shards end up on their mesh's device, or on the CPU when offloaded.
-        init: called with each module, children first, as ``model.apply(init)`` right after
-            construction, with full-size parameters to write to in place (recorded, so without
-            memory). The rest keeps constructed values.
 
-    A model that was built under ``torch.device("meta")`` has no recording. Without ``init`` it gets
-    what its own ``reset_parameters`` methods, then ``init_weights`` or ``_init_weights`` (as in
-    transformers), compute. torch's default generator ends where ordinary construction leaves it, but
-    is left alone if someone drew from it or seeded it since.
+    torch's default generator ends where ordinary construction leaves it, but is left alone if someone
+    drew from it or seeded it since.
 
     Raises:
-        ShardkitError: the model is not sharded, or not on meta; ranks have different seeds or
-            constructions; values would stay undefined. Nothing was changed.
+        ShardkitError: the model is not sharded, or was not built under ``init_on_meta``; ranks have
+            different seeds or constructions. Nothing was changed.
     """
     groups, targets = groups_of(model), find_targets(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -80,24 +72,18 @@ def materialize(
         raise ShardkitError(message("model", "is not sharded", rule, fix))
     if not targets:
         problem = "has no parameters or buffers on the meta device"
-        rule = "materialize is called once, on a model that was built under init_on_meta() or torch.device('meta')"
+        rule = "materialize is called once, on a model that was built under init_on_meta()"
         raise ShardkitError(message("model", problem, rule, "Remove the call if the model has its values already"))
-    replay = None
-    try:
-        with together(groups, call="materialize") as poll:
-            replay = Replay(model, targets, init=init, device=device, settle=True)
-            poll.same = replay.digest
-            poll.fix = "Build the same model on all ranks, and call torch.manual_seed with one number before "
-            poll.fix += "init_on_meta(); seed the data by rank afterwards"
-    except ShardkitError:
-        if replay is not None:
-            replay.undo()
-        raise
+    with together(groups, call="materialize") as poll:
+        player = prepare(model, targets, device, settle=True)
+        poll.same = player.digests()
+        poll.fix = "Build the same model on all ranks, and call torch.manual_seed with one number before "
+        poll.fix += "init_on_meta(); seed the data by rank afterwards"
     elements = sum(target.tensor.numel() for target in targets)
-    if replay.player.device.type == "cpu" and elements > _MANY:
+    if player.device.type == "cpu" and elements > _MANY:
         text = "materialize: each rank computes all %.1f billion elements on its CPU; device='cuda' is faster"
         logger.warning(text, elements / 1e9)
-    replay.compute()
+    player.compute()
     install(model, targets)
     forget(model)
     return model
@@ -130,57 +116,19 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
     return list(found.values())
 
 
-class Replay:
-    """Computes the values of meta tensors of a model. The constructor raises unless all can be computed. Local.
+def prepare(
+    model: nn.Module, targets: list[Target], device: torch.device | str | None = None, settle: bool = False
+) -> Player:
+    """Return what computes the ``value`` of the targets, and with ``settle`` leaves torch's generators right.
 
-    ``compute`` sets the ``value`` of the targets, and with ``settle`` also torch's generators.
+    Local; raises unless all can be computed.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        targets: list[Target],
-        *,
-        init: Initializer | None = None,
-        device: torch.device | str | None = None,
-        settle: bool = False,
-    ) -> None:
-        self.targets = targets
-        self._random_state = torch.get_rng_state()
-        tape = open_tape()
-        try:
-            _record_missing(model, targets, init)
-            _check_targets(targets, tape.undefined())
-            cutter = Cutter(model)
-            finals = [Final(t.view, partial(cutter.cut, t)) for t in targets if t.view is not None]
-            self.player = Player(tape, finals, device, settle)
-        except BaseException:
-            self.undo()
-            raise
-        self.compute = self.player.compute
-        shapes = {", ".join(target.fqns): list(target.tensor.shape) for target in targets}
-        self.digest = {"the tensors": shapes, **self.player.digests()}  # must be the same on all ranks
-
-    def undo(self) -> None:
-        """Put torch's generator back to where it was before initializers were recorded."""
-        torch.set_rng_state(self._random_state)
-
-
-def _record_missing(model: nn.Module, targets: list[Target], init: Initializer | None) -> None:
     for target in targets:
         target.view = _recorded(target)
-    missing = [target for target in targets if target.view is None and target.slots]
-    if init is None and is_recorded(model):
-        # PEFT's adapters, put on after init_on_meta: reset_parameters of nn.Linear would not give lora_B its zeros.
-        problem = "was made on the meta device outside init_on_meta(), so its initial values were not recorded"
-        rule = "The rest of the model was recorded, and materialize does not guess values"
-        fix = "Make it inside init_on_meta() too (get_peft_model as well), or pass materialize(model, init=...)"
-        _refuse(missing, problem, rule, fix)
-    if missing or init is not None:
-        known = {id(target.tensor): target.view for target in targets if target.view is not None}
-        recorded = record_initializers(model, known, {id(target.tensor) for target in missing}, init)
-        for target in targets:
-            target.view = recorded.get(id(target.tensor), target.view)
+    _check_targets(targets)
+    cutter = Cutter(model)
+    finals = [Final(target.view, partial(cutter.cut, target)) for target in targets if target.view is not None]
+    return Player(open_tape(), finals, device, settle)
 
 
 def _recorded(target: Target) -> View | None:
@@ -201,14 +149,15 @@ def _refuse(targets: list[Target], problem: str, rule: str, fix: str) -> None:
         raise ShardkitError(message(listing(names, most=len(names)), problem, rule, fix))
 
 
-def _check_targets(targets: list[Target], undefined: set[int]) -> None:
-    rule = "The recorded initial values are plain tensors, and this class stores quantized ones"
-    quantized = [target for target in targets if is_wrapper(local_value(target.tensor))]
-    _refuse(quantized, "is quantized on the meta device", rule, "Quantize after materialize")
-    problem = "would stay uninitialized: neither the construction nor an initializer of the model writes all of it"
-    fix = "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them"
-    garbage = [target for target in targets if target.view is None or target.view.storage in undefined]
-    _refuse(garbage, problem, "", fix)
+def _check_targets(targets: list[Target]) -> None:
+    rule = "Its initial values were not recorded, and materialize does not guess values"
+    fix = "Build the model, its adapters (get_peft_model) and its initializers inside init_on_meta()"
+    missing = [target for target in targets if target.view is None]
+    _refuse(missing, "was made on the meta device outside init_on_meta(), or quantized", rule, fix)
+    written = open_tape().written()
+    garbage = [target for target in targets if target.view and target.view.storage not in written]
+    problem = "would stay uninitialized: its construction writes nothing to it"
+    _refuse(garbage, problem, "", "Initialize it inside init_on_meta()")
     # A parameter from before fully_shard would get values of its own, and never train.
     registered = [target.view for target in targets if target.slots]
     old = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered]

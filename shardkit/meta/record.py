@@ -196,11 +196,10 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not overwrites or view.storage in op.reads:
             op.reads.add(view.storage)
             op.updates.add(view.storage)
-        elif view.nbytes == self.tape.storages[view.storage].nbytes():
+        elif view.covers(self.tape.storages[view.storage]):
             op.makes.add(view.storage)
         else:
             op.updates.add(view.storage)
-            op.parts.append(view)
 
     def record_sampler(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Append a Python function that fills ``tensor`` at random, as one op."""

@@ -39,10 +39,9 @@ class View:
         tensor = tensor.conj() if self.conj else tensor
         return dispatch.neg_view(tensor) if self.neg else tensor
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return math.prod(self.size) * self.dtype.itemsize
+    def covers(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether the elements are all of a storage."""
+        return math.prod(self.size) * self.dtype.itemsize == storage.nbytes()
 
 
 @dataclass(slots=True)
@@ -56,7 +55,6 @@ class Op:
     reads: set[int] = field(default_factory=set)  # storages whose content it needs
     makes: set[int] = field(default_factory=set)  # whose content begins here: new, or overwritten whole
     updates: set[int] = field(default_factory=set)  # that it changes otherwise
-    parts: list[View] = field(default_factory=list)  # written without reading what was there
     default_dtype: torch.dtype = torch.float32
     on_device: bool = False  # takes a device argument, given at replay
     generator: torch.Generator | None = None  # which it draws from
@@ -143,27 +141,13 @@ class Tape:
         number = self._numbers.get(id(tensor.untyped_storage()))
         return None if number is None else view_of(tensor, number)
 
-    def undefined(self) -> set[int]:
-        """Return the storages that would hold garbage: not written in all parts, or computed from such.
-
-        A write through an index or a mask does not count: what it reaches is a matter of values.
-        """
-        found: dict[int, set[View]] = {}  # with the parts that were written
+    def written(self) -> set[int]:
+        """Return the storages that hold more than undefined memory."""
+        found: set[int] = set()
         for op in self.ops:
-            garbage = (op.func is None and op.value is None) or not found.keys().isdisjoint(op.reads)
-            for storage in op.makes:
-                found.pop(storage, None)
-            if garbage:
-                for storage in op.changes():
-                    found.setdefault(storage, set())
-                continue
-            for view in op.parts:
-                if view.storage in found:
-                    parts = found[view.storage]
-                    parts.add(view)
-                    if sum(part.nbytes for part in parts) >= self.storages[view.storage].nbytes():
-                        del found[view.storage]
-        return set(found)
+            if op.func is not None or op.value is not None:
+                found |= op.changes()
+        return found
 
 
 _latest: weakref.ref[Tape] | None = None

@@ -35,7 +35,6 @@ def test_the_command_of_the_readme_trains_and_verifies(capfd):
         "layers.0 .. layers.3",
         "sharded  step 3/3",
         "plain    step 3/3",
-        "sharded (ZeRO-3)",
     ):
         assert words in shown.out
     assert shown.out.count("  ok\n") == 2

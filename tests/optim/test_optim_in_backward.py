@@ -10,7 +10,6 @@ import pytest
 import torch
 from grads_net import MESHES, Net, sharded_net
 from optim_nets import assert_same_parameters, assert_same_state, factory, local, trainable, two_nets
-from test_optim_classes import Lion
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor

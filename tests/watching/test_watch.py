@@ -1,7 +1,6 @@
 """Ranks that disagree, and ranks that are lost, are named with the call and the line."""
 
 import importlib
-import math
 import re
 import time
 from pathlib import Path
