@@ -23,30 +23,43 @@ from torch import Tensor, nn
 from shardkit import full_state_dict, init_on_meta, materialize, plan_model, shard_model
 
 SEED, LEARNING_RATE = 0, 3e-3
-EPS = 1e-5  # well above a gradient's rounding, which AdamW would turn into whole steps where the gradient is 0
+# well above a gradient's rounding, which AdamW would turn into whole steps where the gradient is 0
+EPS = 1e-5
 SEQUENCES, CONTEXT = 8, 128  # of one micro-batch, one for each rank and step; bytes of each
 MOST_STEPS = 150  # where roundings grow
 BYTES = 256
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte of a text: torch's pre-norm blocks over embedded bytes and sinusoidal positions."""
+    """Predicts the next byte of a text: torch's pre-norm blocks over embedded bytes and sinusoidal
+    positions.
+    """
 
     positions: Tensor
 
-    def __init__(self, dim: int = 128, num_layers: int = 4, num_heads: int = 4, context: int = 128) -> None:
+    def __init__(
+        self, dim: int = 128, num_layers: int = 4, num_heads: int = 4, context: int = 128
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, dim)
-        block = functools.partial(nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True)
-        self.layers = nn.ModuleList(block(dim, num_heads, 4 * dim, dropout=0.0) for _ in range(num_layers))
+        block = functools.partial(
+            nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.ModuleList(
+            block(dim, num_heads, 4 * dim, dropout=0.0) for _ in range(num_layers)
+        )
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, BYTES, bias=False)
         angles = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(0, dim, 2) / dim))
         # Not persistent, so not in any checkpoint: materialize() has to compute it, and does.
-        self.register_buffer("positions", torch.cat((angles.sin(), angles.cos()), dim=-1), persistent=False)
+        self.register_buffer(
+            "positions", torch.cat((angles.sin(), angles.cos()), dim=-1), persistent=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next byte, (batch, sequence, 256), for int64 bytes of (batch, sequence)."""
+        """Return the logits of each next byte, (batch, sequence, 256), for int64 bytes of (batch,
+        sequence).
+        """
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         x = self.embedding(tokens) + self.positions[:length]
@@ -57,9 +70,13 @@ class ByteTransformer(nn.Module):
 
 @functools.cache
 def load_text() -> Tensor:
-    """Return the ``*.py`` files of the standard library, concatenated, as uint8 of shape (bytes,)."""
+    """Return the ``*.py`` files of the standard library, concatenated, as uint8 of shape
+    (bytes,).
+    """
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,9 @@ class Job:
     output: Path | None = None  # a file for what rank 0 says; None prints
 
     def batch(self, step: int) -> Tensor:
-        """The micro-batches of all ranks, int64 of shape (ranks * SEQUENCES, CONTEXT + 1); the same for each step."""
+        """The micro-batches of all ranks, int64 of shape (ranks * SEQUENCES, CONTEXT + 1); the same
+        for each step.
+        """
         size, generator = (self.ranks * SEQUENCES, 1), torch.Generator().manual_seed(step)
         starts = torch.randint(len(load_text()) - CONTEXT, size, generator=generator)
         return load_text()[starts + torch.arange(CONTEXT + 1)].long()
@@ -88,15 +107,26 @@ class Run:
     """The results of a training that are compared."""
 
     losses: list[Tensor] = field(default_factory=list)  # of each step, the mean over its batch
-    weights: dict[str, Tensor] = field(default_factory=dict)  # the final ones by FQN, full and on the CPU
+    weights: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # the final ones by FQN, full and on the CPU
 
 
 def train_and_compare(job: Job) -> bool:
-    """Train twice, show the comparison on rank 0, and return there whether the trainings agree. Collective."""
-    # Matrix products may differ in the last digit between numbers of threads, and ranks share the cores.
+    """Train twice, show the comparison on rank 0, and return there whether the trainings agree.
+    Collective.
+    """
+    # Matrix products may differ in the last digit between numbers of threads, and ranks share the
+    # cores.
     torch.set_num_threads(1)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    job.say(f"shardkit demo: {job.ranks} rank(s) on {device.type}, {job.steps} steps on Python's own sources")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+    job.say(
+        f"shardkit demo: {job.ranks} rank(s) on {device.type}, {job.steps} steps on Python's own sources"
+    )
     sharded = train_sharded(job)
     if dist.get_rank() != 0:
         return True
@@ -118,13 +148,16 @@ def train_sharded(job: Job) -> Run:
     materialize(shard_model(model, plan=plan))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
     run = _train(job, "sharded", model, optimizer, [])
-    # Gathering all weights on every rank is fine for a model of this size, and is only needed to compare them.
+    # Gathering all weights on every rank is fine for a model of this size, and is only needed to
+    # compare them.
     run.weights = full_state_dict(model, rank0_only=False)
     return run
 
 
 def train_plain(job: Job, device: torch.device) -> Run:
-    """Train the same model without shardkit, in this process alone, one micro-batch after the other."""
+    """Train the same model without shardkit, in this process alone, one micro-batch after the
+    other.
+    """
     torch.manual_seed(SEED)
     model = ByteTransformer(context=CONTEXT).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
@@ -136,7 +169,9 @@ def train_plain(job: Job, device: torch.device) -> Run:
 def _train(
     job: Job, title: str, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[int]
 ) -> Run:
-    """Train on all ``parts`` of each batch, or without any on this rank's part, which is collective."""
+    """Train on all ``parts`` of each batch, or without any on this rank's part, which is
+    collective.
+    """
     run, device = Run(), next(model.parameters()).device
     for step in range(job.steps):
         batch, mean = job.batch(step).to(device), torch.zeros((), device=device)
@@ -152,7 +187,9 @@ def _train(
         run.losses.append(mean)
         done = step + 1
         if done in (1, job.steps) or done % max(1, job.steps // 4) == 0:
-            job.say(f"{title:8} step {done:>{len(str(job.steps))}}/{job.steps}  loss {mean.item():.4f}")
+            job.say(
+                f"{title:8} step {done:>{len(str(job.steps))}}/{job.steps}  loss {mean.item():.4f}"
+            )
     return run
 
 
@@ -160,9 +197,9 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-# Largest differences allowed. With more than two ranks, or on a GPU, gradients are summed in another
-# order, and training amplifies such roundings: 8e-7 in a weight after 60 steps on 3 ranks, 4e-5 after
-# 150. A wrong gradient moves weights by whole AdamW steps.
+# Largest differences allowed. With more than two ranks, or on a GPU, gradients are summed in
+# another order, and training amplifies such roundings: 8e-7 in a weight after 60 steps on 3 ranks,
+# 4e-5 after 150. A wrong gradient moves weights by whole AdamW steps.
 SAME = "the arithmetic is the same"
 EXACT = {"losses": (0, SAME), "final weights": (0, SAME)}
 ROUNDED = {
@@ -172,7 +209,9 @@ ROUNDED = {
 
 
 def is_exact(device_type: str, ranks: int) -> bool:
-    """Return whether the arithmetic is the same on both sides: a sum of two does not depend on their order."""
+    """Return whether the arithmetic is the same on both sides: a sum of two does not depend on
+    their order.
+    """
     return device_type == "cpu" and ranks <= 2
 
 
@@ -201,7 +240,9 @@ def compare(device_type: str, ranks: int, sharded: Run, plain: Run) -> list[Chec
         max(_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items()),
     ]
     bounds = EXACT if is_exact(device_type, ranks) else ROUNDED
-    return [Check(name, each, *bound) for (name, bound), each in zip(bounds.items(), found, strict=True)]
+    return [
+        Check(name, each, *bound) for (name, bound), each in zip(bounds.items(), found, strict=True)
+    ]
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -26,18 +26,29 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True)
 class BudgetPlan(Prediction):
-    """The chosen plan; prints as a table of all that were ``weighed``, in order, whose last one is the choice."""
+    """The chosen plan; prints as a table of all that were ``weighed``, in order, whose last one is
+    the choice.
+    """
 
     weighed: tuple[Prediction, ...]
     limit: int  # bytes that the plan may use
 
     def __str__(self) -> str:
         peak = self.peak.total
-        answer = f"fits in {nbytes(self.limit)}: {self.name}; peak {nbytes(peak)}, {nbytes(self.limit - peak)} free"
+        answer = (
+            f"fits in {nbytes(self.limit)}: {self.name}; peak {nbytes(peak)}, "
+            f"{nbytes(self.limit - peak)} free"
+        )
         rows = [["plan", "peak", ""]]
         for each in self.weighed:
             verdict = "" if each.peak.total <= self.limit else "does not fit"
-            rows.append([each.name, nbytes(each.peak.total), "chosen" if each is self.weighed[-1] else verdict])
+            rows.append(
+                [
+                    each.name,
+                    nbytes(each.peak.total),
+                    "chosen" if each is self.weighed[-1] else verdict,
+                ]
+            )
         footer = "The reserve is for what is not counted: fragmentation, NCCL, the CUDA context."
         return "\n".join([answer, "", *aligned(rows, left={0, 2}), "", footer])
 
@@ -53,12 +64,13 @@ def plan_for_budget(
     optimizer: str | float = "adamw",
     micro_batches: int = 1,
 ) -> BudgetPlan:
-    """Return the plan that costs least among those whose peak fits on every rank. Local, deterministic.
+    """Return the plan that costs least among those whose peak fits on every rank. Local,
+    deterministic.
 
-    In this order: everything sharded; the fewest blocks checkpointed selectively; with all of them so,
-    the fewest checkpointed in full; the same with everything offloaded to the CPU. What is left of the
-    budget saves all-gathers: as many units as fit stay gathered between forward and backward, the last
-    ones first. Units, dtypes, tiles and mesh stay those of the plan.
+    In this order: everything sharded; the fewest blocks checkpointed selectively; with all of them
+    so, the fewest checkpointed in full; the same with everything offloaded to the CPU. What is left
+    of the budget saves all-gathers: as many units as fit stay gathered between forward and
+    backward, the last ones first. Units, dtypes, tiles and mesh stay those of the plan.
 
     Args:
         model: on any device, meta too.
@@ -68,8 +80,8 @@ def plan_for_budget(
         reserve: the part of the budget that is left for what is not counted: the allocator's
             fragmentation, NCCL's workspace, CUDA's context. 0 lets the plan use all of it.
         loss, optimizer: as for :func:`shardkit.memory.estimate`.
-        micro_batches: of a step with ``shardkit.accumulate``, which gathers units that stay gathered
-            once for all.
+        micro_batches: of a step with ``shardkit.accumulate``, which gathers units that stay
+            gathered once for all.
 
     Raises:
         PlanError: nothing fits; the error says how much is missing.
@@ -78,11 +90,15 @@ def plan_for_budget(
     if batch is None:
         rule, fix = "Activations depend on it", "Pass one rank's micro-batch as the model takes it"
         raise PlanError(message("batch", "must be given, got None", rule, fix))
-    return choose(Step(model, plan, batch, loss, micro_batches), OptimizerBytes.of(optimizer), limit)
+    return choose(
+        Step(model, plan, batch, loss, micro_batches), OptimizerBytes.of(optimizer), limit
+    )
 
 
 def limit_of(budget: int | str, reserve: float) -> int:
-    """Return the bytes of a budget, a number or such as ``"70GiB"`` or ``"80 GB"``, without the reserve."""
+    """Return the bytes of a budget, a number or such as ``"70GiB"`` or ``"80 GB"``, without the
+    reserve.
+    """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(budget))
     if not match or match[2].upper() not in _UNITS or not float(match[1]):
         problem = f'must be bytes, or a string such as "70GiB" or "80 GB", got {budget!r}'
@@ -94,15 +110,22 @@ def limit_of(budget: int | str, reserve: float) -> int:
 
 
 def choose(step: Step, optimizer: OptimizerBytes, limit: int) -> BudgetPlan:
-    """Return the first candidate that fits, with what is left spent; raise a PlanError if none does."""
+    """Return the first candidate that fits, with what is left spent; raise a PlanError if none
+    does.
+    """
     search = Search(step, optimizer, limit)
     search.run()
     last = search.weighed[-1]
     if last.peak.total <= limit:
-        return BudgetPlan(last.name, last.plan, last.timeline, last.host, tuple(search.weighed), limit)
+        return BudgetPlan(
+            last.name, last.plan, last.timeline, last.host, tuple(search.weighed), limit
+        )
     least = min(search.weighed, key=lambda candidate: candidate.peak.total)
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
-    problem = f"of {nbytes(limit)} without the reserve is too little: {least.name} still peaks at {peak}, "
+    problem = (
+        f"of {nbytes(limit)} without the reserve is too little: {least.name} still peaks at "
+        f"{peak}, "
+    )
     problem += f"{missing} too much, {least.peak.where}"
     fix = 'Use a smaller batch, smaller units, or tiles, such as by_name("*.mlp", tiles=4)'
     raise PlanError(message("budget", problem, "", fix))
@@ -129,11 +152,16 @@ class Search:
                 if not blocks or (policy == "selective" and with_units_inside(plan)):
                     continue
 
-                def first_blocks(number: int, plan: ShardingPlan = plan, policy: Any = policy) -> ShardingPlan:
+                def first_blocks(
+                    number: int, plan: ShardingPlan = plan, policy: Any = policy
+                ) -> ShardingPlan:
                     return with_checkpoints(plan, dict.fromkeys(blocks[:number], policy))
 
                 number = 1 + _most(len(blocks) - 1, lambda n: not self._fits(first_blocks(n)))
-                plan, name = first_blocks(number), f"{start}, {number} of {len(blocks)} blocks checkpointed {how}"
+                plan, name = (
+                    first_blocks(number),
+                    f"{start}, {number} of {len(blocks)} blocks checkpointed {how}",
+                )
                 if self._weigh(name, plan):
                     self._keep_gathered(name, plan)
                     return
@@ -148,7 +176,9 @@ class Search:
 
     def _keep_gathered(self, name: str, plan: ShardingPlan) -> None:
         """Spend the memory that is left on saving all-gathers: the last units stay gathered."""
-        names = [unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False]
+        names = [
+            unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False
+        ]
         if plan.mesh.shard_size == 1 and not any(unit.offloads for unit in plan.units):
             return  # nothing is gathered
 
@@ -161,5 +191,7 @@ class Search:
 
 
 def _most(highest: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number up to ``highest`` for which it holds, else 0; it holds for all below that."""
+    """Return the largest number up to ``highest`` for which it holds, else 0; it holds for all
+    below that.
+    """
     return bisect_left(range(1, highest + 1), True, key=lambda number: not holds(number))

@@ -1,4 +1,6 @@
-"""Run one forward on fake tensors, and find parameters that are used while their unit is not gathered."""
+"""Run one forward on fake tensors, and find parameters that are used while their unit is not
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,28 @@ from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 
 
-def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, is_default: bool) -> ShardingPlan:
-    """Return the plan of ``make()``, checked by one forward: it uses every parameter inside its unit. Local, pure.
+def plan_checked(
+    tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, is_default: bool
+) -> ShardingPlan:
+    """Return the plan of ``make()``, checked by one forward: it uses every parameter inside its
+    unit. Local, pure.
 
-    Args:
-        tree: the model; gets ``reads``, and in ``uncalled`` the modules whose parameters are used without calling them.
-        make: makes a plan of ``tree``; called again with what was found.
-        batch: one rank's micro-batch; values are not read.
-        is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
+    Args: tree: the model; gets ``reads``, and in ``uncalled`` the modules whose parameters are used
+        without calling them. make: makes a plan of ``tree``; called again with what was found.
+        batch: one rank's micro-batch; values are not read. is_default: ``make`` follows the default
+        rule, which leaves out units whose parameters are used outside.
     """
     notes: list[str] = []
     while True:
         plan = make()
         uses = dry_run(tree.modules[0], plan, batch)
         wrong = [unit for unit in plan.units if unit.name in uses.outside]
-        found = {entry for unit in wrong for fqn in unit.modules for entry in tree.paths(tree.places[fqn])}
+        found = {
+            entry
+            for unit in wrong
+            for fqn in unit.modules
+            for entry in tree.paths(tree.places[fqn])
+        }
         if not wrong:
             if is_default and not tree.reads:
                 tree.reads = uses.reads
@@ -37,29 +46,44 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
                     continue
             break
         if not is_default or found <= tree.uncalled:
-            raise PlanError("\n".join(_problem(unit.name, uses.outside[unit.name]) for unit in wrong))
+            raise PlanError(
+                "\n".join(_problem(unit.name, uses.outside[unit.name]) for unit in wrong)
+            )
         tree.uncalled |= found
         firsts = ["{} in {}".format(*next(iter(uses.outside[unit.name].items()))) for unit in wrong]
         names = listing((unit.name for unit in wrong), 4)
-        notes.append(f"{names}: not a unit, because parameters are used outside of it: {listing(firsts, 4)}")
+        notes.append(
+            f"{names}: not a unit, because parameters are used outside of it: {listing(firsts, 4)}"
+        )
     idle = [unit.name for unit in plan.units if unit.name not in uses.called]
     notes += [f"{listing(idle, 4)}: not called in the forward of example_batch"] * bool(idle)
     expected = [unit.name for unit in plan.execution_order() if unit.name in uses.called]
     order = () if expected == list(uses.called) else tuple(uses.called)
     if uses.written:
         fix = "make it a buffer (docs/kinds-of-models.md)"
-        notes.append(f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}")
+        notes.append(
+            f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}"
+        )
     if uses.filled:
         fix = "return it, or keep it inside one unit (docs/kinds-of-models.md)"
-        notes.append(f"{listing(uses.filled, 4)}: written into by the unit, which gets a copy from FSDP2; {fix}")
+        notes.append(
+            f"{listing(uses.filled, 4)}: written into by the unit, which gets a copy from FSDP2; {fix}"
+        )
     return replace(plan, order=order, notes=(*plan.notes, *notes))
 
 
 def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
-    """Run ``model`` on fake tensors, in the dtypes that ``plan`` computes in; PlanError if that fails."""
+    """Run ``model`` on fake tensors, in the dtypes that ``plan`` computes in; PlanError if that
+    fails.
+    """
     unit_of = {fqn: unit.name for unit in plan.units for fqn in unit.params}
-    fix = "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) suits any forward"
-    real = list(model.named_parameters())  # a function that holds one may still pass it to operators
+    fix = (
+        "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) "
+        "suits any forward"
+    )
+    real = list(
+        model.named_parameters()
+    )  # a function that holds one may still pass it to operators
     with on_fake_tensors(model, plan, batch, "example_batch", fix) as (args, kwargs):
         uses = Uses()
         for fqn, param in (*real, *model.named_parameters()):
@@ -85,11 +109,15 @@ def _problem(unit: str, params: Mapping[str, str]) -> str:
     verb, inside = "is" if len(params) == 1 else "are", listing(dict.fromkeys(params.values()))
     rule = "FSDP2 gathers the parameters of a unit only while one of its modules is called"
     fix = f"Leave {unit} out of units=, so that an outer unit gathers it, or call the module"
-    return message(listing(params), f"{verb} used in {inside} while the unit {unit} is not gathered", rule, fix)
+    return message(
+        listing(params), f"{verb} used in {inside} while the unit {unit} is not gathered", rule, fix
+    )
 
 
 def _containers(tree: Any) -> Iterator[Any]:
-    """Yield the lists and dicts in an argument; FSDP2 copies those with tensors that require grad, or that it casts."""
+    """Yield the lists and dicts in an argument; FSDP2 copies those with tensors that require grad,
+    or that it casts.
+    """
     if isinstance(tree, (list, dict)):
         yield tree
     if isinstance(tree, (list, dict)) or type(tree) is tuple:
@@ -106,18 +134,26 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.outside: dict[str, dict[str, str]] = {}  # by unit and FQN of a parameter: what ran when it was read
+        self.outside: dict[
+            str, dict[str, str]
+        ] = {}  # by unit and FQN of a parameter: what ran when it was read
         self.called: dict[str, None] = {}  # units that ran, in order
-        self.reads: dict[str, int] = {}  # how often each parameter was read, by FQN, those read last at the end
+        self.reads: dict[
+            str, int
+        ] = {}  # how often each parameter was read, by FQN, those read last at the end
         self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
         self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into
-        self.filled: dict[str, None] = {}  # lists and dicts among a unit's inputs that it wrote into
+        self.filled: dict[
+            str, None
+        ] = {}  # lists and dicts among a unit's inputs that it wrote into
         self.owned: dict[int, tuple[str, str]] = {}  # FQN and unit of each parameter, by id
         self._running: list[str] = []
         self._kept: set[str] = set()
 
     def watch(self, unit: ShardUnit, modules: Sequence[nn.Module]) -> None:
-        """Take a unit for gathered from before its first module runs until all have run, or to the end if it stays."""
+        """Take a unit for gathered from before its first module runs until all have run, or to the
+        end if it stays.
+        """
         held: list[tuple[str, Any, list[Any]]] = []
 
         def enter(inputs: Any) -> Any:
@@ -127,7 +163,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kept.add(unit.name)
             casts = unit.mp_policy.cast_forward_inputs and unit.mp_policy.param_dtype is not None
             named = {f"argument {at}": each for at, each in enumerate(inputs[0])} | inputs[1]
-            for key, container in ((key, each) for key, tree in named.items() for each in _containers(tree)):
+            for key, container in (
+                (key, each) for key, tree in named.items() for each in _containers(tree)
+            ):
                 if casts or any(tensor.requires_grad for tensor in tensors_of(container)):
                     held.append((key, container, _entries(container)))
             return inputs
@@ -143,16 +181,24 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         hook_unit(unit, modules, enter, leave)
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Record the parameters among an operator's arguments, and run it."""
         for leaf in tree_leaves((args, kwargs)):
             fqn, unit = self.owned.get(id(leaf), ("", ""))
-            if fqn and not f"{func}".startswith("prim."):  # as prim.device, with which fake tensors ask for a device
+            if fqn and not f"{func}".startswith(
+                "prim."
+            ):  # as prim.device, with which fake tensors ask for a device
                 self.reads[fqn] = self.reads.pop(fqn, 0) + 1
             if fqn and unit not in self._kept and unit not in self._running:
                 self.outside.setdefault(unit, {}).setdefault(fqn, self._running[-1])
-        if f"{func}.".split(".")[1].endswith("_"):  # in place, as aten.copy_.default, also through .data or a view
+        if f"{func}.".split(".")[1].endswith(
+            "_"
+        ):  # in place, as aten.copy_.default, also through .data or a view
             for leaf in tree_leaves(args[:1]):
                 if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) in self.storages:
                     self.written[self.storages[id(leaf.untyped_storage())]] = None

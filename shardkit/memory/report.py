@@ -18,7 +18,9 @@ from shardkit.planning.build import named_model
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Return the parser of the command, added to ``commands``, the result of ``ArgumentParser.add_subparsers``."""
+    """Return the parser of the command, added to ``commands``, the result of
+    ``ArgumentParser.add_subparsers``.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
         help="show whether a model fits, and with which plan",
@@ -27,20 +29,41 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         epilog="example: python -m shardkit plan config.json --world 64 --batch 1x4096 --budget 80GiB",
     )
     parser.add_argument(
-        "model", help="config.json of transformers, or package.module:factory, called without arguments"
+        "model",
+        help="config.json of transformers, or package.module:factory, called without arguments",
     )
-    parser.add_argument("--world", type=positive, default=8, metavar="RANKS", help="all ranks (default: %(default)s)")
-    parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
     parser.add_argument(
-        "--batch", type=_batch, metavar="BxS", help="sequences x tokens of one rank's micro-batch: 1x4096"
+        "--world",
+        type=positive,
+        default=8,
+        metavar="RANKS",
+        help="all ranks (default: %(default)s)",
     )
-    parser.add_argument("--budget", metavar="BYTES", help="memory of one GPU, such as 80GiB; needs --batch")
-    reserve = "part of the budget for fragmentation, NCCL and the CUDA context (default: %(default)s)"
+    parser.add_argument(
+        "--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--batch",
+        type=_batch,
+        metavar="BxS",
+        help="sequences x tokens of one rank's micro-batch: 1x4096",
+    )
+    parser.add_argument(
+        "--budget", metavar="BYTES", help="memory of one GPU, such as 80GiB; needs --batch"
+    )
+    reserve = (
+        "part of the budget for fragmentation, NCCL and the CUDA context (default: %(default)s)"
+    )
     parser.add_argument("--reserve", metavar="PART", type=float, default=0.1, help=reserve)
-    dtypes, computed = ("bfloat16", "float16", "float32"), "dtype of compute and all-gather (default: %(default)s)"
+    dtypes, computed = (
+        ("bfloat16", "float16", "float32"),
+        "dtype of compute and all-gather (default: %(default)s)",
+    )
     parser.add_argument("--param-dtype", choices=dtypes, default="bfloat16", help=computed)
     optimizer = f"whose state is counted: {', '.join(OPTIMIZERS)} (default: %(default)s)"
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", metavar="NAME", help=optimizer)
+    parser.add_argument(
+        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", metavar="NAME", help=optimizer
+    )
     return parser
 
 
@@ -48,15 +71,21 @@ def run(options: argparse.Namespace) -> int:
     """Print the answer and its tables."""
     if options.budget and options.batch is None:
         fix = "Pass one rank's micro-batch, such as --batch 1x4096"
-        raise PlanError(message("--budget", "needs --batch", "Activations depend on the batch", fix))
+        raise PlanError(
+            message("--budget", "needs --batch", "Activations depend on the batch", fix)
+        )
     model = named_model(options.model)
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32
+    )
     plan = plan_model(model, mesh=MeshSpec.sharded(options.world), mp_policy=policy)
     optimizer = OptimizerBytes.of(options.optimizer)
     batch: Any = None
     if options.batch is not None:
         ids = torch.empty(options.batch, dtype=torch.long, device="meta")
-        batch = {"input_ids": ids, "labels": ids} if hasattr(model, "config") else ids  # a model of transformers
+        batch = (
+            {"input_ids": ids, "labels": ids} if hasattr(model, "config") else ids
+        )  # a model of transformers
     step = Step(model, plan, batch)  # shared, since tracing takes longest
     rows = estimates(step, optimizer, options.ranks_per_node)
     shown: Prediction = rows["ZeRO-3"]
@@ -66,7 +95,9 @@ def run(options: argparse.Namespace) -> int:
     print(shown.plan, rows, sep="\n\n")
     if options.budget:
         given = f"mp_policy=MixedPrecisionPolicy(torch.{options.param_dtype}, torch.float32)"
-        print(f'\nIn the script: shard_model(model, memory_budget="{options.budget}", example_batch=batch, {given})')
+        print(
+            f'\nIn the script: shard_model(model, memory_budget="{options.budget}", example_batch=batch, {given})'
+        )
     else:
         missing = "" if options.batch else "--batch 1x4096 (one rank's micro-batch) and "
         print(f"\nTo find a plan that fits, pass {missing}--budget 80GiB (one GPU).")
@@ -76,7 +107,9 @@ def run(options: argparse.Namespace) -> int:
 def _batch(text: str) -> tuple[int, int]:
     rows, _, columns = text.lower().partition("x")
     if not (rows.isdigit() and columns.isdigit()):
-        raise argparse.ArgumentTypeError(f"must be sequences x tokens, such as 1x4096, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be sequences x tokens, such as 1x4096, got {text!r}"
+        )
     return int(rows), int(columns)
 
 

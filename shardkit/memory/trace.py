@@ -1,7 +1,9 @@
-"""Trace one training step of a model on fake tensors, split at the points where FSDP2's hooks gather and free units.
+"""Trace one training step of a model on fake tensors, split at the points where FSDP2's hooks
+gather and free units.
 
-All that is allocated between two such points is the model's own: activations, temporaries, gradients. What units hold
-follows from the plan and is added by :mod:`shardkit.memory.timeline`, so one trace serves every strategy.
+All that is allocated between two such points is the model's own: activations, temporaries,
+gradients. What units hold follows from the plan and is added by :mod:`shardkit.memory.timeline`, so
+one trace serves every strategy.
 """
 
 from __future__ import annotations
@@ -53,28 +55,42 @@ class Trace:
     """What the model itself allocates in one forward and backward, for one rank's batch."""
 
     intervals: tuple[Interval, ...]  # in order
-    grad_bytes: Mapping[str, int]  # of each unit's unsharded gradients, in its compute dtype, by the unit's name
+    grad_bytes: Mapping[
+        str, int
+    ]  # of each unit's unsharded gradients, in its compute dtype, by the unit's name
     batch_bytes: int  # of the batch's tensors
-    other_grad_bytes: int = 0  # of gradients of parameters without a unit, which are not reduced into shards
+    other_grad_bytes: int = (
+        0  # of gradients of parameters without a unit, which are not reduced into shards
+    )
 
 
 def trace(
-    model: nn.Module, plan: ShardingPlan, batch: Any, *, loss: Loss | None = None, meter: IntervalMeter | None = None
+    model: nn.Module,
+    plan: ShardingPlan,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    meter: IntervalMeter | None = None,
 ) -> Trace:
     """Measure one forward and backward of ``model`` on fake tensors. Local; the model is as before.
 
-    Model, batch and loss are as for :func:`shardkit.memory.estimate`. The plan's units define the intervals, and the
-    dtypes to compute in. The output is dropped before backward, as in ``model(**batch).loss.backward()``. ``meter``
-    measures; a subclass may count more than bytes.
+    Model, batch and loss are as for :func:`shardkit.memory.estimate`. The plan's units define the
+    intervals, and the dtypes to compute in. The output is dropped before backward, as in
+    ``model(**batch).loss.backward()``. ``meter`` measures; a subclass may count more than bytes.
 
     Raises:
         PlanError: the model is sharded already, or does not run on fake tensors.
     """
-    if any(isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())):
+    if any(
+        isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())
+    ):
         rule = "Activations are measured on the plain model, without FSDP2's hooks and shards"
         fix = "Build it again on the meta device: init_on_meta()"
         raise PlanError(message("model", "is sharded already", rule, fix))
-    fix = "Pass a batch that the model accepts, loss=... for what forward returns, or leave out the batch to count "
+    fix = (
+        "Pass a batch that the model accepts, loss=... for what forward returns, or leave out "
+        "the batch to count "
+    )
     fix += "model states only"
     meter = meter or IntervalMeter()
     with on_fake_tensors(model, plan, batch, "batch", fix) as (args, kwargs), meter:
@@ -107,9 +123,11 @@ def _default_loss(output: Any) -> Tensor:
 
 
 def mixed(traces: Mapping[Any, Trace], chosen: Mapping[str, Any]) -> Trace | None:
-    """Return the trace in which each unit is as in the one chosen for it, by key; in the first where there is none.
+    """Return the trace in which each unit is as in the one chosen for it, by key; in the first
+    where there is none.
 
-    None if checkpointing changes the order in which units run, as of a unit inside that blocks share.
+    None if checkpointing changes the order in which units run, as of a unit inside that blocks
+    share.
     """
     first, *others = traces.values()
     order = [(each.moment, each.unit) for each in first.intervals]
@@ -126,18 +144,29 @@ def without_activations(plan: ShardingPlan) -> Trace:
     grads = {}
     for unit in plan.units:  # unsharded, in the dtype that the unit computes in
         trained = [spec for spec in plan.specs_of(unit) if spec.trainable]
-        grads[unit.name] = sum(spec.numel * (unit.mp_policy.param_dtype or spec.dtype).itemsize for spec in trained)
+        grads[unit.name] = sum(
+            spec.numel * (unit.mp_policy.param_dtype or spec.dtype).itemsize for spec in trained
+        )
     steps = [Interval(FORWARD, root)]
     steps += [Interval(moment, name) for name in inner for moment in (FORWARD, AFTER_FORWARD)]
     steps += [Interval(AFTER_FORWARD, root), Interval(BACKWARD, root, grads[root], grads[root])]
     for name in reversed(inner):
-        steps += [Interval(BACKWARD, name, grads[name], grads[name]), Interval(AFTER_BACKWARD, name)]
-    others = sum(plan.specs[fqn].nbytes for fqn in plan.unsharded if fqn in plan.specs and plan.specs[fqn].trainable)
+        steps += [
+            Interval(BACKWARD, name, grads[name], grads[name]),
+            Interval(AFTER_BACKWARD, name),
+        ]
+    others = sum(
+        plan.specs[fqn].nbytes
+        for fqn in plan.unsharded
+        if fqn in plan.specs and plan.specs[fqn].trainable
+    )
     return Trace((*steps, Interval(AFTER_BACKWARD, root, others, others)), grads, 0, others)
 
 
 class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, counts the bytes of every storage that an operator returns, once and until it is freed."""
+    """While active, counts the bytes of every storage that an operator returns, once and until it
+    is freed.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -164,7 +193,11 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.intervals.append(Interval(moment, unit, self._live - live, self._peak - live))
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operator, then count what it returns."""
         result = func(*args, **(kwargs or {}))
@@ -188,10 +221,16 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class WatchedUnit:
-    """Hooks on one unit's modules that begin its intervals and, after its backward, drop its gradients."""
+    """Hooks on one unit's modules that begin its intervals and, after its backward, drop its
+    gradients.
+    """
 
     def __init__(
-        self, unit: ShardUnit, modules: Sequence[nn.Module], params: Sequence[nn.Parameter], meter: IntervalMeter
+        self,
+        unit: ShardUnit,
+        modules: Sequence[nn.Module],
+        params: Sequence[nn.Parameter],
+        meter: IntervalMeter,
     ) -> None:
         self.unit, self.grad_bytes = unit, 0
         self._params, self._meter, self._in_backward = params, meter, False
@@ -222,11 +261,15 @@ class WatchedUnit:
         return grad
 
     def after_backward(self) -> None:
-        """End the unit's backward: the gradients of its inputs are computed, or the whole backward is over."""
+        """End the unit's backward: the gradients of its inputs are computed, or the whole backward
+        is over.
+        """
         if not self._in_backward:
             return
         self._in_backward = False
-        self.grad_bytes += sum(param.grad.nbytes for param in self._params if param.grad is not None)
+        self.grad_bytes += sum(
+            param.grad.nbytes for param in self._params if param.grad is not None
+        )
         self._meter.close()
         for param in self._params:
             param.grad = None  # between two intervals, as FSDP2 reduces and frees them
@@ -248,11 +291,16 @@ class _Boundary(torch.autograd.Function):
 
 
 def hook_unit(
-    unit: ShardUnit, modules: Sequence[nn.Module], before: Callable[[Any], Any], after: Callable[[Any], Any]
+    unit: ShardUnit,
+    modules: Sequence[nn.Module],
+    before: Callable[[Any], Any],
+    after: Callable[[Any], Any],
 ) -> None:
-    """Call ``before`` with the inputs of the first of a unit's modules, and ``after`` with the output of the last.
+    """Call ``before`` with the inputs of the first of a unit's modules, and ``after`` with the
+    output of the last.
 
-    Both return what to go on with, in the dtypes that FSDP2 casts to. The user's hooks run inside, as with FSDP2's.
+    Both return what to go on with, in the dtypes that FSDP2 casts to. The user's hooks run inside,
+    as with FSDP2's.
     """
     policy, waiting = unit.mp_policy, set[nn.Module]()
 
@@ -295,9 +343,10 @@ def on_fake_tensors(
     """Run the body with fake tensors in the model; yield the arguments of its forward, fake too.
 
     Parameters have the dtype that their unit computes in, as FSDP2 unshards them. Afterwards the
-    attributes of all modules are as before, and so is what lists, dicts and sets in them contain, so
-    that the model keeps its hooks, caches, counters and gradients. What forward writes elsewhere, as
-    in globals, stays. An error of the body becomes a PlanError about the batch, by its name.
+    attributes of all modules are as before, and so is what lists, dicts and sets in them contain,
+    so that the model keeps its hooks, caches, counters and gradients. What forward writes
+    elsewhere, as in globals, stays. An error of the body becomes a PlanError about the batch, by
+    its name.
     """
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
@@ -308,7 +357,10 @@ def on_fake_tensors(
             with mode:
                 _put_fakes(model, plan)
             with mode, _without_packing(batch):
-                yield tuple(map(_faked, args)), {key: _faked(value) for key, value in kwargs.items()}
+                yield (
+                    tuple(map(_faked, args)),
+                    {key: _faked(value) for key, value in kwargs.items()},
+                )
         except Exception as error:
             problem = f"fails in the model on fake tensors: {type(error).__name__}: {error}"
             rule = "The model runs once on tensors that have shapes but no values"
@@ -358,8 +410,8 @@ def _put_fakes(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _without_packing(batch: Any) -> AbstractContextManager[Any]:
-    # transformers takes all fake positions for those of packed documents, and makes a mask of tokens
-    # by tokens. A batch with positions may be packed; only shapes are read.
+    # transformers takes all fake positions for those of packed documents, and makes a mask of
+    # tokens by tokens. A batch with positions may be packed; only shapes are read.
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None or (isinstance(batch, Mapping) and "position_ids" in batch):
         return nullcontext()

@@ -1,4 +1,6 @@
-"""Exact meta init: build without memory, shard, then compute the values that ordinary construction gives."""
+"""Exact meta init: build without memory, shard, then compute the values that ordinary construction
+gives.
+"""
 
 from shardkit.meta.materialize import materialize as materialize
 from shardkit.meta.record import init_on_meta as init_on_meta

@@ -47,10 +47,10 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     Every meta parameter, buffer, and tensor in attributes of modules and in lists, tuples and dicts
     that are attributes, gets this rank's part of the value that the same code would have computed
     without ``init_on_meta``. Parameters stay the same objects, with their ``requires_grad``, ties,
-    attributes and post-accumulate hooks. Real tensors are left alone. In place. Each rank replays the
-    construction and keeps its shards: about the time of one construction, and beyond the shards about
-    one largest full tensor in host memory. **Collective** over the ranks of the model's meshes: a few
-    numbers, to check that all are to make the same model.
+    attributes and post-accumulate hooks. Real tensors are left alone. In place. Each rank replays
+    the construction and keeps its shards: about the time of one construction, and beyond the shards
+    about one largest full tensor in host memory. **Collective** over the ranks of the model's
+    meshes: a few numbers, to check that all are to make the same model.
 
     Args:
         model: built under ``init_on_meta``, and sharded with ``shard_model``, ``apply_plan`` or
@@ -59,8 +59,8 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
             ``"cuda"`` is faster, and draws other numbers: those of construction on a GPU under the
             same seed. The shards end up on their mesh's device, or on the CPU when offloaded.
 
-    torch's default generator ends where ordinary construction leaves it, but is left alone if someone
-    drew from it or seeded it since.
+    torch's default generator ends where ordinary construction leaves it, but is left alone if
+    someone drew from it or seeded it since.
 
     Raises:
         ShardkitError: the model is not sharded, or was not built under ``init_on_meta``; ranks have
@@ -68,20 +68,30 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     """
     groups, targets = groups_of(model), find_targets(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        rule, fix = "materialize computes only this rank's shards", "Call shard_model(model) or fully_shard first"
+        rule, fix = (
+            "materialize computes only this rank's shards",
+            "Call shard_model(model) or fully_shard first",
+        )
         raise ShardkitError(message("model", "is not sharded", rule, fix))
     if not targets:
         problem = "has no parameters or buffers on the meta device"
         rule = "materialize is called once, on a model that was built under init_on_meta()"
-        raise ShardkitError(message("model", problem, rule, "Remove the call if the model has its values already"))
+        raise ShardkitError(
+            message("model", problem, rule, "Remove the call if the model has its values already")
+        )
     with together(groups, call="materialize") as poll:
         player = prepare(model, targets, device, settle=True)
         poll.same = player.digests()
-        poll.fix = "Build the same model on all ranks, and call torch.manual_seed with one number before "
+        poll.fix = (
+            "Build the same model on all ranks, and call torch.manual_seed with one number before "
+        )
         poll.fix += "init_on_meta(); seed the data by rank afterwards"
     elements = sum(target.tensor.numel() for target in targets)
     if player.device.type == "cpu" and elements > _MANY:
-        text = "materialize: each rank computes all %.1f billion elements on its CPU; device='cuda' is faster"
+        text = (
+            "materialize: each rank computes all %.1f billion elements on its CPU; device='cuda' "
+            "is faster"
+        )
         logger.warning(text, elements / 1e9)
     player.compute()
     install(model, targets)
@@ -99,7 +109,9 @@ def is_on_meta(tensor: Tensor) -> bool:
 
 
 def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta) -> list[Target]:
-    """Return the chosen parameters and buffers, and other meta tensors that modules hold, each once. Local, pure."""
+    """Return the chosen parameters and buffers, and other meta tensors that modules hold, each
+    once. Local, pure.
+    """
     found: dict[int, Target] = {}
     for path, module in model.named_modules():
         prefix = path + "." if path else ""
@@ -117,9 +129,13 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
 
 
 def prepare(
-    model: nn.Module, targets: list[Target], device: torch.device | str | None = None, settle: bool = False
+    model: nn.Module,
+    targets: list[Target],
+    device: torch.device | str | None = None,
+    settle: bool = False,
 ) -> Player:
-    """Return what computes the ``value`` of the targets, and with ``settle`` leaves torch's generators right.
+    """Return what computes the ``value`` of the targets, and with ``settle`` leaves torch's
+    generators right.
 
     Local; raises unless all can be computed.
     """
@@ -127,12 +143,18 @@ def prepare(
         target.view = _recorded(target)
     _check_targets(targets)
     cutter = Cutter(model)
-    finals = [Final(target.view, partial(cutter.cut, target)) for target in targets if target.view is not None]
+    finals = [
+        Final(target.view, partial(cutter.cut, target))
+        for target in targets
+        if target.view is not None
+    ]
     return Player(open_tape(), finals, device, settle)
 
 
 def _recorded(target: Target) -> View | None:
-    """Find a tensor on the tape: by its storage, or by its module and name if it has a new storage."""
+    """Find a tensor on the tape: by its storage, or by its module and name if it has a new
+    storage.
+    """
     found = open_tape().find(target.tensor) if is_plain_meta(target.tensor) else None
     if found is not None:
         return found
@@ -151,7 +173,9 @@ def _refuse(targets: list[Target], problem: str, rule: str, fix: str) -> None:
 
 def _check_targets(targets: list[Target]) -> None:
     rule = "Its initial values were not recorded, and materialize does not guess values"
-    fix = "Build the model, its adapters (get_peft_model) and its initializers inside init_on_meta()"
+    fix = (
+        "Build the model, its adapters (get_peft_model) and its initializers inside init_on_meta()"
+    )
     missing = [target for target in targets if target.view is None]
     _refuse(missing, "was made on the meta device outside init_on_meta(), or quantized", rule, fix)
     written = open_tape().written()
@@ -160,19 +184,46 @@ def _check_targets(targets: list[Target]) -> None:
     _refuse(garbage, problem, "", "Initialize it inside init_on_meta()")
     # A parameter from before fully_shard would get values of its own, and never train.
     registered = [target.view for target in targets if target.slots]
-    old = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered]
-    fix = "Shard with shard_model, which updates such references, or remove the reference before sharding"
-    _refuse(old, "is a parameter that fully_shard has replaced in its module, and would not train", "", fix)
-    changed = [target for target in targets if target.view and target.view.size != tuple(target.tensor.shape)]
-    _refuse(changed, "has another shape than was recorded", "", "Change the shape inside init_on_meta()")
+    old = [
+        t
+        for t in targets
+        if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered
+    ]
+    fix = (
+        "Shard with shard_model, which updates such references, or remove the reference before "
+        "sharding"
+    )
+    _refuse(
+        old,
+        "is a parameter that fully_shard has replaced in its module, and would not train",
+        "",
+        fix,
+    )
+    changed = [
+        target
+        for target in targets
+        if target.view and target.view.size != tuple(target.tensor.shape)
+    ]
+    _refuse(
+        changed, "has another shape than was recorded", "", "Change the shape inside init_on_meta()"
+    )
     check_unbound(targets)
 
 
 def check_unbound(targets: list[Target]) -> None:
-    """Raise if ``install`` would lose a gradient hook, or be refused because of a weak reference."""
+    """Raise if ``install`` would lose a gradient hook, or be refused because of a weak
+    reference.
+    """
     sharded = [target for target in targets if isinstance(target.tensor, DTensor)]
-    bound = [target for target in sharded if weakref.getweakrefs(target.tensor) or tensor_hooks(target.tensor)]
-    rule = "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak references"
+    bound = [
+        target
+        for target in sharded
+        if weakref.getweakrefs(target.tensor) or tensor_hooks(target.tensor)
+    ]
+    rule = (
+        "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak "
+        "references"
+    )
     fix = "Register the hook, or create the reference, after materialize"
     _refuse(bound, "has a hook of register_hook, or a weak reference to it exists", rule, fix)
 
@@ -181,7 +232,9 @@ def check_unbound(targets: list[Target]) -> None:
 
 
 def target_device(model: nn.Module) -> Callable[[Tensor], torch.device]:
-    """Return a function that says where each tensor belongs: on its (or the first) mesh, or on the CPU if offloaded."""
+    """Return a function that says where each tensor belongs: on its (or the first) mesh, or on the
+    CPU if offloaded.
+    """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     offloaded = {id(param) for module in sharded for param in offloaded_parameters(module)}
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
@@ -200,27 +253,35 @@ class Cutter:
 
     def __init__(self, model: nn.Module) -> None:
         self._device = target_device(model)
-        self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
+        self._storages: dict[
+            int, torch.UntypedStorage
+        ] = {}  # of plain tensors, so that aliases stay aliases
 
     def cut(self, target: Target, full: Tensor) -> None:
         """Set ``target.value`` from the full value, whose memory may be kept as a whole."""
         tensor, view, device = target.tensor, target.view, self._device(target.tensor)
         assert view is not None
         if isinstance(tensor, DTensor):
-            part = local_part(full, tensor).resolve_conj().resolve_neg()  # a collective sends memory as it is
+            part = (
+                local_part(full, tensor).resolve_conj().resolve_neg()
+            )  # a collective sends memory as it is
             local = part.to(device, tensor.dtype, copy=True, memory_format=torch.contiguous_format)
             target.value = as_sharded(wrapped_as(local, local_tensor(tensor)), tensor)
         elif full.dtype != tensor.dtype:
             target.value = full.to(device, tensor.dtype, copy=True)
         else:
             if view.storage not in self._storages:
-                in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device).set_(full.untyped_storage())
+                in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device).set_(
+                    full.untyped_storage()
+                )
                 self._storages[view.storage] = in_bytes.to(device).untyped_storage()
             target.value = view.of(self._storages[view.storage])
 
 
 def install(model: nn.Module, targets: Iterable[Target]) -> None:
-    """Give each tensor object its value. The objects stay, so optimizers, ties and attributes keep working."""
+    """Give each tensor object its value. The objects stay, so optimizers, ties and attributes keep
+    working.
+    """
     for target in targets:
         tensor, value = target.tensor, target.value
         assert value is not None
@@ -230,11 +291,15 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
         target.value, hooks = None, post_accumulate_hooks(tensor)
         try:
             torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
-        except RuntimeError:  # a weak reference to it, or a view of it, holds on to its present content
+        except (
+            RuntimeError
+        ):  # a weak reference to it, or a view of it, holds on to its present content
             if isinstance(tensor, DTensor):
                 raise
             for module, name in target.slots:
-                places: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                places: dict[str, Any] = (
+                    module._parameters if name in module._parameters else module._buffers
+                )
                 places[name] = value
             for put in target.places:
                 put(value)

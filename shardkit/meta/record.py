@@ -28,7 +28,14 @@ _FILLS = {
     "cauchy_", "log_normal_", "_foreach_zero_", "_foreach_copy_",
 }  # fmt: skip
 # Ops that make memory and write nothing to it.
-_EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
+_EMPTY = {
+    "empty",
+    "empty_strided",
+    "empty_permuted",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+}
 
 
 class Record(NamedTuple):
@@ -45,18 +52,19 @@ records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionar
 
 @contextmanager
 def init_on_meta() -> Iterator[None]:
-    """Build models without memory, so that ``materialize`` can compute their ordinary values later. Local.
+    """Build models without memory, so that ``materialize`` can compute their ordinary values later.
+    Local.
 
     Inside the context every tensor that is made is a meta tensor, which holds no memory, and each
     operation on it is recorded. The code of the model sees ordinary tensors: it need not know about
     the meta device, and needs no ``reset_parameters``, ``init_weights`` or ``param_init_fn``.
 
     Everything that computes initial values belongs inside: your initializers, ``load_state_dict``,
-    ties, casts. Real tensors that were made outside can be read, not written. What depends on values
-    (``tensor.item()``) is computed immediately, which costs time and, briefly, memory. Python's and
-    numpy's random numbers are drawn as usual. On exit torch's generators have a placeholder state;
-    ``materialize`` sets the state that ordinary construction leaves, unless they were seeded since.
-    Enter it in one thread at a time.
+    ties, casts. Real tensors that were made outside can be read, not written. What depends on
+    values (``tensor.item()``) is computed immediately, which costs time and, briefly, memory.
+    Python's and numpy's random numbers are drawn as usual. On exit torch's generators have a
+    placeholder state; ``materialize`` sets the state that ordinary construction leaves, unless they
+    were seeded since. Enter it in one thread at a time.
 
     Raises:
         ShardkitError: the code uses a DTensor, or writes to a tensor from outside.
@@ -105,7 +113,9 @@ def recording() -> Iterator[Recorder]:
 
 
 def is_plain_meta(tensor: Any) -> bool:
-    """Return whether this is a meta tensor with its own storage: no DTensor or other wrapper, not lazy."""
+    """Return whether this is a meta tensor with its own storage: no DTensor or other wrapper, not
+    lazy.
+    """
     if not isinstance(tensor, Tensor) or is_lazy(tensor):
         return False
     return tensor.is_meta and not has_own_dispatch(type(tensor))
@@ -130,9 +140,15 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stream(torch.default_generator).enter()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one aten call: recorded and on meta, or for real where only real tensors take part."""
+        """Run one aten call: recorded and on meta, or for real where only real tensors take
+        part.
+        """
         kwargs = kwargs or {}
         tensors = tensors_of((args, kwargs))
         if any(isinstance(tensor, DTensor) for tensor in tensors):
@@ -144,16 +160,22 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_random = dispatch.has_tag(func, "nondeterministic_seeded")
         makes = (not tensors or _name(func) in _EMPTY) and "device" in _argument_names(func)
         with dispatch.no_torch_function():  # _LooksReal is for the model's code, not for ours
-            if func is aten.lift_fresh.default:  # torch.tensor, from_numpy: memory that nobody else has
+            if (
+                func is aten.lift_fresh.default
+            ):  # torch.tensor, from_numpy: memory that nobody else has
                 return self._on_meta(args[0])
             if is_random or makes or any(tensor.is_meta for tensor in tensors):
                 return self._record(func, args, kwargs, is_random)
             return func(*args, **kwargs)
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_random: bool) -> Any:
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_random: bool
+    ) -> Any:
         _refuse_real_writes(func, args, kwargs)
         args, kwargs = map_leaves(self._on_meta, (args, kwargs))
-        if dispatch.has_tag(func, "data_dependent_output"):  # item(), equal(): decides what comes next
+        if dispatch.has_tag(
+            func, "data_dependent_output"
+        ):  # item(), equal(): decides what comes next
             return self._run_on_values(func, args, kwargs)
         op = self._describe(func, args, kwargs)  # before the call, which may change sizes
         out = self._run_on_meta(func, args, kwargs)
@@ -173,7 +195,11 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = _name(func)
         if name in _EMPTY:
             return Op()
-        op = Op(func, *map_leaves(self._as_view, (args, kwargs)), default_dtype=torch.get_default_dtype())
+        op = Op(
+            func,
+            *map_leaves(self._as_view, (args, kwargs)),
+            default_dtype=torch.get_default_dtype(),
+        )
         op.on_device = "device" in _argument_names(func)
         op.kwargs.pop("device", None)
         op.kwargs.pop("pin_memory", None)
@@ -201,7 +227,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             op.updates.add(view.storage)
 
-    def record_sampler(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def record_sampler(
+        self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
         """Append a Python function that fills ``tensor`` at random, as one op."""
         view = self.view(tensor)
         op = Op(func, (view, *args), kwargs, default_dtype=torch.get_default_dtype())
@@ -221,7 +249,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return evaluate(self.tape, self.view(tensor))
 
     def close(self, failed: bool) -> None:
-        """Leave generators where replay takes them on, or as they were before if the code failed."""
+        """Leave generators where replay takes them on, or as they were before if the code
+        failed.
+        """
         for stream, state in self._before.items():
             if failed:
                 stream.generator.set_state(state)
@@ -230,7 +260,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Some meta kernels raise for a generator of the CPU: exponential_, geometric_ (torch 2.13).
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        kwargs = {
+            name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")
+        }
         on_meta = {name: None if name == "generator" else value for name, value in kwargs.items()}
         if "device" in _argument_names(func):
             on_meta["device"] = torch.device("meta")
@@ -246,7 +278,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call for real, on the values that its meta tensors have at this point."""
-        args, kwargs = map_leaves(lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        args, kwargs = map_leaves(
+            lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
     def _append(self, op: Op, generator: torch.Generator | None = None) -> None:
@@ -279,7 +313,8 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _LooksReal(TorchFunctionMode):
-    """Makes meta tensors look like ordinary ones: transformers, torch.nn.init and others skip meta tensors.
+    """Makes meta tensors look like ordinary ones: transformers, torch.nn.init and others skip meta
+    tensors.
 
     Methods that return values (``tolist``, ``numpy``) compute them from the tape.
     """
@@ -288,12 +323,21 @@ class _LooksReal(TorchFunctionMode):
         super().__init__()
         self._recorder, self._device = recorder, recorder.tape.device
         kind = self._device.type
-        answers = {"device": self._device, "is_meta": False, "is_cpu": kind == "cpu", "is_cuda": kind == "cuda"}
+        answers = {
+            "device": self._device,
+            "is_meta": False,
+            "is_cpu": kind == "cpu",
+            "is_cuda": kind == "cuda",
+        }
         # By the function that a mode sees when an attribute of a tensor is read.
         self._answers = {getattr(Tensor, name).__get__: answer for name, answer in answers.items()}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer as for an ordinary tensor; anything else runs unchanged."""
         kwargs = kwargs or {}
@@ -310,7 +354,9 @@ class _LooksReal(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _target(self, arg: Any, on_meta: bool) -> Any:
-        """Return an argument of ``to`` in the terms of meta tensors, which are all on one device."""
+        """Return an argument of ``to`` in the terms of meta tensors, which are all on one
+        device.
+        """
         if isinstance(arg, Tensor):
             return arg.dtype
         is_device = on_meta and isinstance(arg, (str, torch.device))
@@ -332,7 +378,9 @@ def _argument_names(func: Any) -> set[str]:
     return {argument.name for argument in dispatch.schema(func).arguments}
 
 
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
     """Yield the arguments of a call's schema with what was given for them."""
     for position, argument in enumerate(dispatch.schema(func).arguments):
         if position < len(args):
@@ -350,4 +398,6 @@ def _refuse_real_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if _is_written(argument) and not all(tensor.is_meta for tensor in tensors_of(value)):
             problem = f"is written inside of it, by {_name(func)}"
             rule = "What a construction computes has no values yet"
-            raise ShardkitError(message("a tensor from outside init_on_meta", problem, rule, "Make it inside"))
+            raise ShardkitError(
+                message("a tensor from outside init_on_meta", problem, rule, "Make it inside")
+            )

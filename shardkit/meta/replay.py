@@ -1,7 +1,8 @@
-"""Replay: run a tape on a real device, in the order of recording, each tensor in memory while it is used.
+"""Replay: run a tape on a real device, in the order of recording, each tensor in memory while it is
+used.
 
-Calls that no wanted value depends on are left out. One that draws random numbers runs also where its
-result is not used, if a later one begins in the state that it leaves.
+Calls that no wanted value depends on are left out. One that draws random numbers runs also where
+its result is not used, if a later one begins in the state that it leaves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from shardkit.meta.tape import Op, Tape, View, map_leaves, tensors_of, view_of
 
 
 class Final(NamedTuple):
-    """A value to compute: ``take`` gets it once, and copies what it keeps unless it keeps all of it."""
+    """A value to compute: ``take`` gets it once, and copies what it keeps unless it keeps all of
+    it.
+    """
 
     view: View
     take: Callable[[Tensor], object]
@@ -36,7 +39,9 @@ class Step(NamedTuple):
 
 
 def plan(ops: list[Op], wanted: Collection[int], states: Collection[Tensor | int]) -> list[Step]:
-    """Return the steps that lead to the final content of the wanted storages, and to generator states."""
+    """Return the steps that lead to the final content of the wanted storages, and to generator
+    states.
+    """
     last_change = {storage: number for number, op in enumerate(ops) for storage in op.changes()}
     drawn = {state for state in states if isinstance(state, int)}  # ops whose states are needed
     live: set[int] = set()  # storages that later steps need
@@ -44,7 +49,9 @@ def plan(ops: list[Op], wanted: Collection[int], states: Collection[Tensor | int
     for number in reversed(range(len(ops))):
         op = ops[number]
         changes = op.changes()
-        finished = {storage for storage in changes if storage in wanted and last_change[storage] == number}
+        finished = {
+            storage for storage in changes if storage in wanted and last_change[storage] == number
+        }
         if not (finished or number in drawn or not live.isdisjoint(changes)):
             continue
         if isinstance(op.before, int):
@@ -57,10 +64,16 @@ def plan(ops: list[Op], wanted: Collection[int], states: Collection[Tensor | int
 
 
 class Player:
-    """Computes values of a tape on a device, and with ``settle`` also where generators end. Local."""
+    """Computes values of a tape on a device, and with ``settle`` also where generators end.
+    Local.
+    """
 
     def __init__(
-        self, tape: Tape, finals: list[Final], device: torch.device | str | None = None, settle: bool = False
+        self,
+        tape: Tape,
+        finals: list[Final],
+        device: torch.device | str | None = None,
+        settle: bool = False,
     ) -> None:
         self._tape = tape
         self.device = torch.device(device or tape.device)
@@ -88,11 +101,17 @@ class Player:
         self._generators: dict[torch.Generator, torch.Generator] = {}
         for generator in tape.streams:
             is_default = generator is torch.default_generator
-            own = dispatch.default_generator(self.device) if is_default else torch.Generator(generator.device)
+            own = (
+                dispatch.default_generator(self.device)
+                if is_default
+                else torch.Generator(generator.device)
+            )
             self._generators[generator] = own
 
     def compute(self) -> None:
-        """Run all steps; afterwards torch's default dtype and generator are as before, or where they end."""
+        """Run all steps; afterwards torch's default dtype and generator are as before, or where
+        they end.
+        """
         default, dtype = dispatch.default_generator(self.device), torch.get_default_dtype()
         before, ends = default.get_state(), {}
         try:
@@ -109,9 +128,13 @@ class Player:
             (default if generator is torch.default_generator else generator).set_state(end)
 
     def digests(self) -> dict[str, str]:
-        """Return hashes of what decides the values: the construction, and the states that it began with."""
+        """Return hashes of what decides the values: the construction, and the states that it began
+        with.
+        """
         construction, random = hashlib.sha256(), hashlib.sha256()
-        numbers: dict[int, int] = {}  # of storages, from 0: those of other models are on the tape, too
+        numbers: dict[
+            int, int
+        ] = {}  # of storages, from 0: those of other models are on the tape, too
         orders: dict[int, int] = {}
 
         def plain(leaf: Any) -> Any:
@@ -123,13 +146,21 @@ class Player:
             op, orders[step.number] = step.op, len(orders)
             before = orders[op.before] if isinstance(op.before, int) else None
             name = getattr(op.func, "__name__", None)
-            call = (name, before, op.default_dtype, *map_leaves(plain, (op.args, op.kwargs, op.outs)))
+            call = (
+                name,
+                before,
+                op.default_dtype,
+                *map_leaves(plain, (op.args, op.kwargs, op.outs)),
+            )
             construction.update(repr(call).encode())
             if op.value is not None:
                 _hash_bytes(construction, op.value)
             if isinstance(op.before, Tensor):
                 _hash_bytes(random, op.before)
-        return {"the construction": construction.hexdigest()[:16], "the random state": random.hexdigest()[:16]}
+        return {
+            "the construction": construction.hexdigest()[:16],
+            "the random state": random.hexdigest()[:16],
+        }
 
     def _restore(self, generator: torch.Generator, state: Tensor | int) -> None:
         own = self._generators[generator]
@@ -184,17 +215,24 @@ class Player:
             return leaf
         if leaf.storage in self._memory:
             return leaf.of(self._memory[leaf.storage])
-        return leaf.of(self._tape.storages[leaf.storage])  # not read: zeros_like() looks at sizes only
+        return leaf.of(
+            self._tape.storages[leaf.storage]
+        )  # not read: zeros_like() looks at sizes only
 
     def _allocate(self, storage: int) -> torch.UntypedStorage:
-        # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see it.
+        # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see
+        # it.
         size = self._tape.storages[storage].nbytes()
         return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _as_recorded(self, out: View, result: Tensor) -> torch.UntypedStorage:
-        """Return the storage of a result, in the layout of the meta kernel, which later views rely on."""
+        """Return the storage of a result, in the layout of the meta kernel, which later views rely
+        on.
+        """
         storage = result.untyped_storage()
-        fits = storage.nbytes() >= self._tape.storages[out.storage].nbytes()  # resize_ may have followed
+        fits = (
+            storage.nbytes() >= self._tape.storages[out.storage].nbytes()
+        )  # resize_ may have followed
         if not fits or view_of(result, out.storage) != out:
             storage = self._allocate(out.storage)
             out.of(storage).copy_(result)

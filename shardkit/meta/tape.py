@@ -48,17 +48,25 @@ class View:
 class Op:
     """One recorded call. Tensors in ``args`` and ``kwargs`` are Views, and storages are numbers."""
 
-    func: Callable[..., Any] | None = None  # None: a constant, or undefined memory without ``value``
+    func: Callable[..., Any] | None = (
+        None  # None: a constant, or undefined memory without ``value``
+    )
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    outs: list[View | None] = field(default_factory=list)  # None where an output is in an old storage
+    outs: list[View | None] = field(
+        default_factory=list
+    )  # None where an output is in an old storage
     reads: set[int] = field(default_factory=set)  # storages whose content it needs
-    makes: set[int] = field(default_factory=set)  # whose content begins here: new, or overwritten whole
+    makes: set[int] = field(
+        default_factory=set
+    )  # whose content begins here: new, or overwritten whole
     updates: set[int] = field(default_factory=set)  # that it changes otherwise
     default_dtype: torch.dtype = torch.float32
     on_device: bool = False  # takes a device argument, given at replay
     generator: torch.Generator | None = None  # which it draws from
-    before: Tensor | int | None = None  # the generator's state before: one that was set, or as op number n left it
+    before: Tensor | int | None = (
+        None  # the generator's state before: one that was set, or as op number n left it
+    )
     value: Tensor | None = None
 
     def changes(self) -> set[int]:
@@ -66,20 +74,21 @@ class Op:
 
 
 class Stream:
-    """The use of one random number generator by a tape: nothing is drawn, and every reseeding is noticed.
+    """The use of one random number generator by a tape: nothing is drawn, and every reseeding is
+    noticed.
 
-    While a tape records, the generator holds a *marker*: a state that says only at which position of
-    its stream it is.
+    While a tape records, the generator holds a *marker*: a state that says only at which position
+    of its stream it is.
 
         construction           entry     randn()   normal_()   manual_seed(5)   rand()
         position               0         1         2           3                4
         states[position]       a state   op 0      op 7        a state          op 9
         the generator holds    marker 0  marker 1  marker 2    marker 3         marker 4
 
-    Whoever saves and restores states inside the construction (``torch.random.fork_rng``) does so with
-    markers, so the next op begins at an earlier position; whoever seeds leaves a state that is no
-    marker: a new position. Between recordings the generator keeps the last marker, so that the next
-    one goes on from there unless someone seeded or drew.
+    Whoever saves and restores states inside the construction (``torch.random.fork_rng``) does so
+    with markers, so the next op begins at an earlier position; whoever seeds leaves a state that is
+    no marker: a new position. Between recordings the generator keeps the last marker, so that the
+    next one goes on from there unless someone seeded or drew.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -121,13 +130,17 @@ class Stream:
 
 
 class Tape:
-    """All that was recorded, kept alive by the modules that wait for values. There is one at a time."""
+    """All that was recorded, kept alive by the modules that wait for values. There is one at a
+    time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # torch's default device during the recording
         self.ops: list[Op] = []
         self.streams: dict[torch.Generator, Stream] = {}
-        self.storages: list[torch.UntypedStorage] = []  # strong: a freed one's identity would be reused
+        self.storages: list[
+            torch.UntypedStorage
+        ] = []  # strong: a freed one's identity would be reused
         self._numbers: dict[int, int] = {}
 
     def add(self, tensor: Tensor) -> View:
@@ -164,11 +177,15 @@ def open_tape(device: torch.device | None = None) -> Tape:
 def view_of(tensor: Tensor, number: int) -> View:
     """Return a tensor as a View of the storage with that number."""
     size, offset = tuple(tensor.size()), int(tensor.storage_offset())
-    return View(number, size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return View(
+        number, size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    )
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``fn`` to every leaf of nested lists, tuples and dicts: the only containers in aten calls."""
+    """Apply ``fn`` to every leaf of nested lists, tuples and dicts: the only containers in aten
+    calls.
+    """
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_leaves(fn, item) for item in tree)
     if isinstance(tree, dict):

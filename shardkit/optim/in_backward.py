@@ -34,37 +34,44 @@ def optimizer_in_backward(
     model: nn.Module,
     factory: Callable[[list[nn.Parameter]], AnyOptimizer],
 ) -> AnyOptimizer:
-    """Make an optimizer that updates each sharded parameter in backward, once its gradient is reduced, and frees it.
+    """Make an optimizer that updates each sharded parameter in backward, once its gradient is
+    reduced, and frees it.
 
-    At most one unit's gradients are alive at a time: Adam in float32 takes 12 bytes for each element of a rank's
-    shards instead of 16. The training loop does not change: ``step()`` after backward ends the step, runs its hooks and
-    advances LR schedulers.
+    At most one unit's gradients are alive at a time: Adam in float32 takes 12 bytes for each
+    element of a rank's shards instead of 16. The training loop does not change: ``step()`` after
+    backward ends the step, runs its hooks and advances LR schedulers.
 
-    It is one ordinary optimizer of all trainable parameters, as :func:`step_on_local_shards` makes it, so that LR
-    schedulers and state dicts work unchanged. ``step()`` updates parameters that still have a gradient: plain ones
-    (``ignored_params``), whose gradients FSDP2 does not reduce, and those of ``add_param_group``. Local, in place. What
-    needs all gradients of a step at once raises: :func:`clip_grad_norm_`, a second backward before ``step()``,
-    ``torch.amp.GradScaler``.
+    It is one ordinary optimizer of all trainable parameters, as :func:`step_on_local_shards` makes
+    it, so that LR schedulers and state dicts work unchanged. ``step()`` updates parameters that
+    still have a gradient: plain ones (``ignored_params``), whose gradients FSDP2 does not reduce,
+    and those of ``add_param_group``. Local, in place. What needs all gradients of a step at once
+    raises: :func:`clip_grad_norm_`, a second backward before ``step()``, ``torch.amp.GradScaler``.
 
-    Args:
-        model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
-        factory: called once with the list of trainable parameters, in the order of ``model.parameters()``; returns
-            an optimizer of exactly these, in any groups, such as ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
-            It must step each parameter by itself, with no state of a group or of all parameters.
+    Args: model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
+        factory: called once with the list of trainable parameters, in the order of
+        ``model.parameters()``; returns
+            an optimizer of exactly these, in any groups, such as ``partial(torch.optim.AdamW,
+            lr=1e-3, fused=True)``. It must step each parameter by itself, with no state of a group
+            or of all parameters.
 
-    Returns:
-        The optimizer that the factory made. Do not copy it, since hooks step this object; save its ``state_dict()``.
+    Returns: The optimizer that the factory made. Do not copy it, since hooks step this object; save
+        its ``state_dict()``.
 
-    Raises:
-        ShardkitError: the model has no trainable sharded parameters, or is stepped in backward already; the optimizer
+    Raises: ShardkitError: the model has no trainable sharded parameters, or is stepped in backward
+        already; the optimizer
             has other parameters, or wraps another one. The model is unchanged.
     """
     check_module(model)
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
     if not any(isinstance(param, DTensor) for param in params.values()):
-        raise ShardkitError(message("model", "has no sharded parameter that trains", "", "Shard the model first"))
+        raise ShardkitError(
+            message("model", "has no sharded parameter that trains", "", "Shard the model first")
+        )
     if stepped := [fqn for fqn, param in params.items() if steps_in_backward([param])]:
-        problem, fix = "are stepped in backward already", "Call optimizer_in_backward once for a model"
+        problem, fix = (
+            "are stepped in backward already",
+            "Call optimizer_in_backward once for a model",
+        )
         raise ShardkitError(message(listing(stepped), problem, "", fix))
     optimizer = factory(list(params.values()))
     check_optimizer(optimizer, model, low_precision=True)  # in low precision the first step warns
@@ -81,7 +88,9 @@ def optimizer_in_backward(
 
 
 class _StepOne:
-    """The hook of a parameter. FSDP2 runs it once the gradient is reduced, on the stream of the reduction."""
+    """The hook of a parameter. FSDP2 runs it once the gradient is reduced, on the stream of the
+    reduction.
+    """
 
     steps_in_backward = True
 
@@ -93,7 +102,10 @@ class _StepOne:
         assert isinstance(param, DTensor)
         optimizer = self.optimizer
         if param in optimizer.stepped:
-            problem = f"got a second gradient of a parameter of shape {tuple(param.shape)} before optimizer.step()"
+            problem = (
+                f"got a second gradient of a parameter of shape {tuple(param.shape)} before "
+                "optimizer.step()"
+            )
             fix = "Call optimizer.step() after each backward; gradients cannot be accumulated"
             raise ShardkitError(message(_SUBJECT, problem, "", fix))
         groups, state = optimizer.param_groups, optimizer.state
@@ -116,11 +128,17 @@ def _in_backward_class(base: Any) -> Any:
     @functools.wraps(step_without_hooks)
     def step(self: Any, closure: Any = None) -> Any:
         if hasattr(self, "found_inf"):
-            rule = "Parameters are updated in backward, before it can know that gradients are finite"
-            raise ShardkitError(message(_SUBJECT, "got step() from a GradScaler", rule, "Train in bfloat16"))
+            rule = (
+                "Parameters are updated in backward, before it can know that gradients are finite"
+            )
+            raise ShardkitError(
+                message(_SUBJECT, "got step() from a GradScaler", rule, "Train in bfloat16")
+            )
         loss = step_without_hooks(self, closure)
         self.stepped.clear()
         return loss
 
     # SCALES_ITSELF, so that GradScaler calls step(), which raises.
-    return subclass(base, {"step": hooked(step), "step_without_hooks": step_without_hooks, SCALES_ITSELF: True})
+    return subclass(
+        base, {"step": hooked(step), "step_without_hooks": step_without_hooks, SCALES_ITSELF: True}
+    )

@@ -13,32 +13,42 @@ from torch.optim import SGD, Optimizer
 from shardkit._torch import local_tensor, plain_attributes, steps, with_local
 from shardkit.errors import ShardkitError, message
 
-# torch's optimizers whose update of an element reads only that element of parameter, gradient and state.
-ELEMENTWISE: tuple[Any, ...] = (SGD, optim.Adam, optim.AdamW, optim.ASGD, optim.Adadelta, optim.Adagrad)
+# torch's optimizers whose update of an element reads only that element of parameter, gradient and
+# state.
+ELEMENTWISE: tuple[Any, ...] = (
+    SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+)
 ELEMENTWISE += (optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop)
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def step_on_local_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """Step one of torch's element-wise optimizers on local shards, without DTensor dispatch. In place, local, once.
+    """Step one of torch's element-wise optimizers on local shards, without DTensor dispatch. In
+    place, local, once.
 
-    After this call only ``step()`` differs, and its results are bit for bit the same. ``param_groups``
-    and ``optimizer.state`` hold the same parameters and DTensors, so LR schedulers (made before or
-    after), ``zero_grad``, state dicts, ``torch.distributed.checkpoint``, ``torch.amp.GradScaler``,
-    clipping, hooks, closures, and parameters added later work as before. Plain parameters may be mixed
-    with sharded ones, on any meshes, also with ``foreach=True`` and ``fused=True``, where torch refuses
-    the mixture.
+    After this call only ``step()`` differs, and its results are bit for bit the same.
+    ``param_groups`` and ``optimizer.state`` hold the same parameters and DTensors, so LR schedulers
+    (made before or after), ``zero_grad``, state dicts, ``torch.distributed.checkpoint``,
+    ``torch.amp.GradScaler``, clipping, hooks, closures, and parameters added later work as before.
+    Plain parameters may be mixed with sharded ones, on any meshes, also with ``foreach=True`` and
+    ``fused=True``, where torch refuses the mixture.
 
-    Args:
-        optimizer: torch's ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop or
-            Rprop, or a subclass that does not override its step. Any other steps on DTensors as it is.
+    Args: optimizer: torch's ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam,
+        RMSprop or
+            Rprop, or a subclass that does not override its step. Any other steps on DTensors as it
+            is.
 
     Returns:
         The same object. Its class becomes a subclass of the same name.
 
-    Raises:
-        ShardkitError: it is not one of these, has ``differentiable=True``, wraps another one, or has a
+    Raises: ShardkitError: it is not one of these, has ``differentiable=True``, wraps another one,
+        or has a
             replaced ``step``. Nothing was changed.
 
     Examples:
@@ -49,12 +59,19 @@ def step_on_local_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
         return optimizer
     kind = type(optimizer)
     if not is_elementwise(kind):
-        problem = f"is {kind.__module__}.{kind.__qualname__}, and not one of torch's element-wise ones"
-        fix = "Step it on DTensors, as it is; one that needs whole matrices, as Muon and Adafactor, may be faster "
+        problem = (
+            f"is {kind.__module__}.{kind.__qualname__}, and not one of torch's element-wise ones"
+        )
+        fix = (
+            "Step it on DTensors, as it is; one that needs whole matrices, as Muon and "
+            "Adafactor, may be faster "
+        )
         fix += "by step_on_whole_matrices(optimizer)"
         raise ShardkitError(message("optimizer", problem, "", fix))
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ShardkitError(message("optimizer", "has differentiable=True", "", "Step it on DTensors, as it is"))
+        raise ShardkitError(
+            message("optimizer", "has differentiable=True", "", "Step it on DTensors, as it is")
+        )
     return replace_class(optimizer, _local_class)
 
 
@@ -69,7 +86,9 @@ def is_elementwise(kind: Any) -> bool:
 
 @functools.cache
 def _local_class(base: Any) -> Any:
-    """Return a subclass that replaces DTensors by local tensors where torch collects them in lists."""
+    """Return a subclass that replaces DTensors by local tensors where torch collects them in
+    lists.
+    """
     inner = step_of(base)
     collect = getattr(base, steps.COLLECT)
 
@@ -82,20 +101,26 @@ def _local_class(base: Any) -> Any:
             finish_step(self)
 
     @functools.wraps(collect)
-    def collect_locals(self: Any, group: dict[str, Any], params: list[Any], grads: list[Any], *state: list[Any]) -> Any:
+    def collect_locals(
+        self: Any, group: dict[str, Any], params: list[Any], grads: list[Any], *state: list[Any]
+    ) -> Any:
         with plain_attributes():
             result = collect(self, group, params, grads, *state)
             layouts = steps.placements_of(params)
             grads[:] = steps.local_tensors(grads, params, layouts, steps.redistributed)
             for values in state:
-                if values:  # torch leaves the list empty of a kind of state that these options do not use
+                if (
+                    values
+                ):  # torch leaves the list empty of a kind of state that these options do not use
                     values[:] = steps.local_tensors(values, params, layouts, _number_or_refuse)
             if isinstance(self, SGD):
                 vars(self).setdefault("collected", []).extend(params)
             params[:] = steps.local_tensors(params, params, layouts, steps.redistributed)
         return result
 
-    return subclass(base, {"steps_on_local_shards": True, "step": hooked(step), steps.COLLECT: collect_locals})
+    return subclass(
+        base, {"steps_on_local_shards": True, "step": hooked(step), steps.COLLECT: collect_locals}
+    )
 
 
 def finish_step(optimizer: Optimizer) -> None:
@@ -111,34 +136,55 @@ def finish_step(optimizer: Optimizer) -> None:
 
 
 def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
-    """Return a replicated number, as which a load gives those of one element; raise for any other layout."""
+    """Return a replicated number, as which a load gives those of one element; raise for any other
+    layout.
+    """
     if value.numel() == 1 and all(each.is_replicate() for each in value.placements):
         return local_tensor(value)
     where = param.placements if isinstance(param, DTensor) else "no mesh"
-    problem = f"holds a DTensor of shape {tuple(value.shape)} with placements {value.placements}, its parameter {where}"
-    raise ShardkitError(message("optimizer.state", problem, "", "Redistribute it, or load it with load_state_dict"))
+    problem = (
+        f"holds a DTensor of shape {tuple(value.shape)} with placements {value.placements}, its "
+        f"parameter {where}"
+    )
+    raise ShardkitError(
+        message("optimizer.state", problem, "", "Redistribute it, or load it with load_state_dict")
+    )
 
 
 # ---- replacing the step of an optimizer: its class becomes a subclass of the same name ---------------------------
 
 
 def check_replaceable(optimizer: object, caller: str) -> None:
-    """Raise a ShardkitError unless it is an optimizer that steps by its own class's ``step``. Local, pure."""
+    """Raise a ShardkitError unless it is an optimizer that steps by its own class's ``step``.
+    Local, pure.
+    """
     if not isinstance(optimizer, Optimizer):
         problem = f"must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         raise ShardkitError(message("optimizer", problem, "", "Pass the optimizer that it wraps"))
     outer = type(optimizer).__name__
     for name, value in vars(optimizer).items():
-        if isinstance(value, Optimizer) or getattr(value, "param_groups", None) is optimizer.param_groups:
-            problem = f"is {outer}, which wraps another one in its attribute {name!r}, where the state is"
+        if (
+            isinstance(value, Optimizer)
+            or getattr(value, "param_groups", None) is optimizer.param_groups
+        ):
+            problem = (
+                f"is {outer}, which wraps another one in its attribute {name!r}, where the state is"
+            )
             fix = f"Wrap the inner one: {outer}({caller}({type(value).__name__}(...)))"
             raise ShardkitError(message("optimizer", problem, "", fix))
     if "step" in vars(optimizer) and not steps.counts_for_schedulers(optimizer.step):
-        rule, fix = f"{caller} replaces the step of the class", f"Call {caller} before optimizer.step is replaced"
-        raise ShardkitError(message("optimizer.step", f"was replaced by {vars(optimizer)['step']!r}", rule, fix))
+        rule, fix = (
+            f"{caller} replaces the step of the class",
+            f"Call {caller} before optimizer.step is replaced",
+        )
+        raise ShardkitError(
+            message("optimizer.step", f"was replaced by {vars(optimizer)['step']!r}", rule, fix)
+        )
     for way in ("step_on_local_shards", "step_on_whole_matrices"):
         if way != caller and getattr(optimizer, way.replace("step", "steps", 1), False):
-            raise ShardkitError(message("optimizer", f"was already given to {way}", "", "Build another one"))
+            raise ShardkitError(
+                message("optimizer", f"was already given to {way}", "", "Build another one")
+            )
 
 
 def replace_class(optimizer: AnyOptimizer, make: Callable[[Any], Any]) -> AnyOptimizer:
@@ -156,7 +202,9 @@ def step_of(base: Any) -> Callable[..., Any]:
 
 def subclass(base: Any, body: dict[str, Any]) -> Any:
     """Return a subclass with the name, module and docstring of its base."""
-    return type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **body})
+    return type(
+        base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **body}
+    )
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
