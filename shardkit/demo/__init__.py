@@ -87,9 +87,8 @@ def _on_ranks_of_our_own(job: Job, gpus: int) -> bool:
     # missing.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
     with tempfile.NamedTemporaryFile("r", prefix="shardkit-demo-") as output:
-        pool = RankPool(
-            job.ranks, backend="nccl" if gpus else "gloo", timeout=24 * 3600
-        )  # slow is not stuck
+        # slow is not stuck
+        pool = RankPool(job.ranks, backend="nccl" if gpus else "gloo", timeout=24 * 3600)
         with ThreadPoolExecutor(1) as thread, pool:  # an interrupt closes the pool first
             done = thread.submit(
                 pool.run, train_and_compare, replace(job, output=Path(output.name))

@@ -107,9 +107,8 @@ class Run:
     """The results of a training that are compared."""
 
     losses: list[Tensor] = field(default_factory=list)  # of each step, the mean over its batch
-    weights: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # the final ones by FQN, full and on the CPU
+    # the final ones by FQN, full and on the CPU
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 def train_and_compare(job: Job) -> bool:

@@ -198,9 +198,8 @@ def _split(
         if layout is not None:
             mesh = steps.mesh_of(param)
             if bucket is None or mesh is not bucket.mesh or layout != bucket.placements:
-                bucket = buckets.setdefault(
-                    (mesh, layout), _Bucket(mesh, layout)
-                )  # to hash all would cost more
+                # to hash all would cost more
+                bucket = buckets.setdefault((mesh, layout), _Bucket(mesh, layout))
         if part is not None:
             (plain if layout is None or bucket is None else bucket.grads).append(part)
     return (
@@ -244,9 +243,8 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
 
     powers = [share(steps.by_device_and_dtype(plain), axes)] if plain else []
     for each in buckets:
-        is_own = (
-            each in parts
-        )  # otherwise the ranks along an axis that does not shard it hold the same
+        # otherwise the ranks along an axis that does not shard it hold the same
+        is_own = each in parts
         copies = (
             each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
         )

@@ -224,8 +224,7 @@ class GradScaler(UnscalingGradScaler):
             if group.size() > 1
         }
         for group, mesh_device in axes.items():
-            found_inf = found_inf.to(
-                mesh_device
-            )  # where the mesh reduces: offloaded shards are elsewhere
+            # where the mesh reduces: offloaded shards are elsewhere
+            found_inf = found_inf.to(mesh_device)
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
         return found_inf.to(device)

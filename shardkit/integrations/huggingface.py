@@ -152,10 +152,11 @@ def _set_fsdp2(accelerator: Any) -> None:
         fsdp_version=2, reshard_after_forward=True, **off, **kinds
     )
     setattr(plugin, _OURS, True)
+    # the constructor's fsdp_plugin= has no effect on CPUs
     for state in (
         PartialState(),
         accelerator.state,
-    ):  # the constructor's fsdp_plugin= has no effect on CPUs
+    ):
         state.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = plugin
 
@@ -180,9 +181,8 @@ def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None =
             each = accelerator.prepare_optimizer(_without_dtensors(each), device_placement=place)
         prepared.append(each)
     for index, each in enumerate(prepared):
-        if isinstance(
-            each, torch.optim.lr_scheduler.LRScheduler
-        ):  # last: it looks for its prepared optimizer
+        # last: it looks for its prepared optimizer
+        if isinstance(each, torch.optim.lr_scheduler.LRScheduler):
             prepared[index] = accelerator.prepare_scheduler(each)
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 

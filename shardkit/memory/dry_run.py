@@ -81,9 +81,8 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
         "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) "
         "suits any forward"
     )
-    real = list(
-        model.named_parameters()
-    )  # a function that holds one may still pass it to operators
+    # a function that holds one may still pass it to operators
+    real = list(model.named_parameters())
     with on_fake_tensors(model, plan, batch, "example_batch", fix) as (args, kwargs):
         uses = Uses()
         for fqn, param in (*real, *model.named_parameters()):
@@ -190,15 +189,13 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the parameters among an operator's arguments, and run it."""
         for leaf in tree_leaves((args, kwargs)):
             fqn, unit = self.owned.get(id(leaf), ("", ""))
-            if fqn and not f"{func}".startswith(
-                "prim."
-            ):  # as prim.device, with which fake tensors ask for a device
+            # as prim.device, with which fake tensors ask for a device
+            if fqn and not f"{func}".startswith("prim."):
                 self.reads[fqn] = self.reads.pop(fqn, 0) + 1
             if fqn and unit not in self._kept and unit not in self._running:
                 self.outside.setdefault(unit, {}).setdefault(fqn, self._running[-1])
-        if f"{func}.".split(".")[1].endswith(
-            "_"
-        ):  # in place, as aten.copy_.default, also through .data or a view
+        # in place, as aten.copy_.default, also through .data or a view
+        if f"{func}.".split(".")[1].endswith("_"):
             for leaf in tree_leaves(args[:1]):
                 if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) in self.storages:
                     self.written[self.storages[id(leaf.untyped_storage())]] = None

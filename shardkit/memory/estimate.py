@@ -192,9 +192,8 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
         raise PlanError(
             message("ranks_per_node", problem, "", "Pass how many ranks share a node, such as 8")
         )
-    has_experts = any(
-        unit.mesh for unit in plan.units
-    )  # split by the model, so every strategy keeps the mesh
+    # split by the model, so every strategy keeps the mesh
+    has_experts = any(unit.mesh for unit in plan.units)
     sharded = plan if has_experts else on_mesh(plan, MeshSpec.sharded(ranks))
     every_block = with_checkpoints(sharded, {unit.name: True for unit in plan.units if unit.blocks})
     divides = not has_experts and node < ranks and ranks % node == 0

@@ -83,9 +83,8 @@ def run(options: argparse.Namespace) -> int:
     batch: Any = None
     if options.batch is not None:
         ids = torch.empty(options.batch, dtype=torch.long, device="meta")
-        batch = (
-            {"input_ids": ids, "labels": ids} if hasattr(model, "config") else ids
-        )  # a model of transformers
+        # a model of transformers
+        batch = {"input_ids": ids, "labels": ids} if hasattr(model, "config") else ids
     step = Step(model, plan, batch)  # shared, since tracing takes longest
     rows = estimates(step, optimizer, options.ranks_per_node)
     shown: Prediction = rows["ZeRO-3"]

@@ -266,9 +266,8 @@ class _Rank:
             self.gathers.pop(self._last_forward_gather, None)
             self.unsharded[unit.name] = size.unsharded
             self.record(FORWARD, unit.name, communication=size.copy_out)
-            self._last_forward_gather = (
-                unit.name
-            )  # kept until the next unit's copy-out, so that both may overlap
+            # kept until the next unit's copy-out, so that both may overlap
+            self._last_forward_gather = unit.name
         if self._plan.prefetch:
             order = self._plan.execution_order()
             for each in order[order.index(unit) + 1 :][: self._plan.prefetch]:
@@ -333,9 +332,8 @@ class _Rank:
         self.reduce_input = size.reduce if unsharded_grads and self.is_last else 0
         if not unsharded_grads:
             return
-        if (
-            not self.is_last or unit.name in self.accumulated
-        ):  # the last ones are added to those before
+        # the last ones are added to those before
+        if not self.is_last or unit.name in self.accumulated:
             self.activations += size.accumulated * self.is_last - unsharded_grads
             self.accumulated[unit.name] = unsharded_grads = size.accumulated
         if not self.is_last:

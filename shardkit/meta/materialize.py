@@ -262,9 +262,8 @@ class Cutter:
         tensor, view, device = target.tensor, target.view, self._device(target.tensor)
         assert view is not None
         if isinstance(tensor, DTensor):
-            part = (
-                local_part(full, tensor).resolve_conj().resolve_neg()
-            )  # a collective sends memory as it is
+            # a collective sends memory as it is
+            part = local_part(full, tensor).resolve_conj().resolve_neg()
             local = part.to(device, tensor.dtype, copy=True, memory_format=torch.contiguous_format)
             target.value = as_sharded(wrapped_as(local, local_tensor(tensor)), tensor)
         elif full.dtype != tensor.dtype:
@@ -291,9 +290,8 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
         target.value, hooks = None, post_accumulate_hooks(tensor)
         try:
             torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
-        except (
-            RuntimeError
-        ):  # a weak reference to it, or a view of it, holds on to its present content
+        # a weak reference to it, or a view of it, holds on to its present content
+        except RuntimeError:
             if isinstance(tensor, DTensor):
                 raise
             for module, name in target.slots:

@@ -75,34 +75,17 @@ def init_on_meta() -> Iterator[None]:
         >>> shard_model(model)
         >>> materialize(model)
     """
-    with recording() as recorder:
-        yield
-    # Through the garbage collector, because modules and parameters come about in too many ways to
-    # hook: deep copies, unpickling, writes to module._parameters.
-    tape = recorder.tape
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module) and "_parameters" in vars(module):
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if isinstance(tensor, Tensor) and is_wrapper(tensor):
-                    tensor = local_value(tensor)  # float8 training weights wrap one plain tensor
-                view = tape.find(tensor) if is_plain_meta(tensor) else None
-                if view is not None:
-                    records.setdefault(module, Record(tape, {})).views[name] = view
-
-
-@contextmanager
-def recording() -> Iterator[Recorder]:
-    """Record in this context, or join the recording around it."""
     global _current
-    if _current is not None:
-        yield _current
+    if _current is not None:  # contexts inside each other are one
+        yield
         return
     device = torch.get_default_device()
-    device = torch.device("cpu") if device.type == "meta" else device
-    recorder = _current = Recorder(open_tape(device))
+    recorder = _current = Recorder(
+        open_tape(torch.device("cpu") if device.type == "meta" else device)
+    )
     try:
         with dispatch.recorded_samplers(recorder.record_sampler), _LooksReal(recorder), recorder:
-            yield recorder
+            yield
     except BaseException:
         recorder.close(failed=True)
         raise
@@ -110,6 +93,24 @@ def recording() -> Iterator[Recorder]:
         recorder.close(failed=False)
     finally:
         _current = None
+    _note_modules(recorder.tape)
+
+
+def _note_modules(tape: Tape) -> None:
+    """Note which tensors of each module alive are on the tape.
+
+    Through the garbage collector, because modules and parameters come about in too many ways to hook:
+    deep copies, unpickling, writes to module._parameters.
+    """
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module) or "_parameters" not in vars(module):
+            continue
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if isinstance(tensor, Tensor) and is_wrapper(tensor):
+                tensor = local_value(tensor)  # float8 training weights wrap one plain tensor
+            view = tape.find(tensor) if is_plain_meta(tensor) else None
+            if view is not None:
+                records.setdefault(module, Record(tape, {})).views[name] = view
 
 
 def is_plain_meta(tensor: Any) -> bool:
@@ -160,9 +161,8 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_random = dispatch.has_tag(func, "nondeterministic_seeded")
         makes = (not tensors or _name(func) in _EMPTY) and "device" in _argument_names(func)
         with dispatch.no_torch_function():  # _LooksReal is for the model's code, not for ours
-            if (
-                func is aten.lift_fresh.default
-            ):  # torch.tensor, from_numpy: memory that nobody else has
+            # torch.tensor, from_numpy: memory that nobody else has
+            if func is aten.lift_fresh.default:
                 return self._on_meta(args[0])
             if is_random or makes or any(tensor.is_meta for tensor in tensors):
                 return self._record(func, args, kwargs, is_random)
@@ -173,9 +173,7 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         _refuse_real_writes(func, args, kwargs)
         args, kwargs = map_leaves(self._on_meta, (args, kwargs))
-        if dispatch.has_tag(
-            func, "data_dependent_output"
-        ):  # item(), equal(): decides what comes next
+        if dispatch.has_tag(func, "data_dependent_output"):  # item(), equal(): what comes next
             return self._run_on_values(func, args, kwargs)
         op = self._describe(func, args, kwargs)  # before the call, which may change sizes
         out = self._run_on_meta(func, args, kwargs)
@@ -290,7 +288,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape.ops.append(op)
 
     def _stream(self, generator: torch.Generator) -> Stream:
-        stream = self.tape.streams.setdefault(generator, Stream(generator))
+        if generator not in self.tape.streams:
+            self.tape.streams[generator] = Stream(generator)
+        stream = self.tape.streams[generator]
         self._before.setdefault(stream, generator.get_state())
         return stream
 

@@ -215,9 +215,8 @@ class Player:
             return leaf
         if leaf.storage in self._memory:
             return leaf.of(self._memory[leaf.storage])
-        return leaf.of(
-            self._tape.storages[leaf.storage]
-        )  # not read: zeros_like() looks at sizes only
+        # not read: zeros_like() looks at sizes only
+        return leaf.of(self._tape.storages[leaf.storage])
 
     def _allocate(self, storage: int) -> torch.UntypedStorage:
         # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see
@@ -230,9 +229,8 @@ class Player:
         on.
         """
         storage = result.untyped_storage()
-        fits = (
-            storage.nbytes() >= self._tape.storages[out.storage].nbytes()
-        )  # resize_ may have followed
+        # resize_ may have followed
+        fits = storage.nbytes() >= self._tape.storages[out.storage].nbytes()
         if not fits or view_of(result, out.storage) != out:
             storage = self._allocate(out.storage)
             out.of(storage).copy_(result)

@@ -53,13 +53,11 @@ class Op:
     )
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    outs: list[View | None] = field(
-        default_factory=list
-    )  # None where an output is in an old storage
+    # None where an output is in an old storage
+    outs: list[View | None] = field(default_factory=list)
     reads: set[int] = field(default_factory=set)  # storages whose content it needs
-    makes: set[int] = field(
-        default_factory=set
-    )  # whose content begins here: new, or overwritten whole
+    # whose content begins here: new, or overwritten whole
+    makes: set[int] = field(default_factory=set)
     updates: set[int] = field(default_factory=set)  # that it changes otherwise
     default_dtype: torch.dtype = torch.float32
     on_device: bool = False  # takes a device argument, given at replay

@@ -109,9 +109,8 @@ def _local_class(base: Any) -> Any:
             layouts = steps.placements_of(params)
             grads[:] = steps.local_tensors(grads, params, layouts, steps.redistributed)
             for values in state:
-                if (
-                    values
-                ):  # torch leaves the list empty of a kind of state that these options do not use
+                # torch leaves the list empty of a kind of state that these options do not use
+                if values:
                     values[:] = steps.local_tensors(values, params, layouts, _number_or_refuse)
             if isinstance(self, SGD):
                 vars(self).setdefault("collected", []).extend(params)

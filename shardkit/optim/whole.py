@@ -254,9 +254,8 @@ def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
                 copy_into(cut(whole, box), matrix.of_stored(stored))
             elif whole is not None:
                 batch.receive(cut(whole, box), stored.dtype, rank)
-            elif rank == here and matrix.owner in dict(
-                _holders(stored)
-            ):  # not of what the owner has too, as replicas
+            # not of what the owner has too, as replicas
+            elif rank == here and matrix.owner in dict(_holders(stored)):
                 batch.send(matrix.of_stored(stored), stored.dtype, matrix.owner)
         return whole
 

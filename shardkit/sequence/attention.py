@@ -45,9 +45,8 @@ def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Ca
             id(each): each for each in found if hasattr(each, "_attn_implementation")
         }.values():
             name = config._attn_implementation
-            undo.callback(
-                setattr, config, "_attn_implementation", {"": name}
-            )  # without the configs inside
+            # without the configs inside
+            undo.callback(setattr, config, "_attn_implementation", {"": name})
             config._attn_implementation = {"": _register(name)}
         undo.callback(setattr, inner, "loss_function", inner.loss_function)
         inner.loss_function = functools.partial(_loss, inner.loss_function)
@@ -192,9 +191,8 @@ def _mask_of_whole(
     # A mask function takes the whole for these lengths; there is no cache, so no offset.
     kwargs |= {"q_length": whole.padded, "kv_length": whole.padded, "q_offset": 0, "kv_offset": 0}
     made = make(mask_function=mask_function, **kwargs)
-    if (
-        isinstance(made, Tensor) and made.is_floating_point()
-    ):  # eager: a row without any key attends to all of them
+    # eager: a row without any key attends to all of them
+    if isinstance(made, Tensor) and made.is_floating_point():
         made[..., : whole.length, whole.length :] = -torch.inf  # but not to what split added
     return made
 

@@ -49,9 +49,8 @@ class Whole:
     padded: int  # with it; a multiple of the ranks
     positions: Tensor  # position ids of all tokens, (batch, padded)
     mask: Tensor | None  # the attention mask of all tokens, (batch, padded); None if there was none
-    targets: (
-        Tensor | None
-    )  # labels of all ranks that count in the loss, divided by the number of ranks
+    # labels of all ranks that count in the loss, divided by the number of ranks
+    targets: Tensor | None
     highest: Tensor  # the highest position id of all tokens
     packs: bool  # as of ``Attention``
     loss_called: bool = False  # whether the model's own loss went through ``loss_function``
@@ -133,9 +132,8 @@ class SplitSequence:
             if name in full:
                 full[name] = pad(full[name], by, 1, value)
         if by:
-            full["position_ids"][:, length:] = torch.arange(
-                by, device=inputs.device
-            )  # a document of its own
+            # a document of its own
+            full["position_ids"][:, length:] = torch.arange(by, device=inputs.device)
         targets = None
         if "labels" in full:
             targets = (full["labels"] != PADDING["labels"]).sum() / self._ranks

@@ -70,9 +70,8 @@ def tiled_loss(
     head.forward = in_tiles
     try:
         total: Tensor = head(hidden)
-        return (
-            total if total.dtype == made[0].dtype else made[0]
-        )  # FSDP2 cast it to the unit's output_dtype
+        # FSDP2 cast it to the unit's output_dtype
+        return total if total.dtype == made[0].dtype else made[0]
     finally:
         if own is None:
             del head.forward

@@ -46,9 +46,8 @@ T = TypeVar("T")
 # A fork server has no threads, so its forks are safe where the parent's would not be, and it
 # imports torch once: 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s to spawn 4, on 2
 # cores.
-START_METHOD = (
-    "forkserver" if sys.platform == "linux" else "spawn"
-)  # macOS's libraries do not survive a fork
+# macOS's libraries do not survive a fork
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 START_LIMIT = 120.0  # seconds to start, and to import what a call needs, which a slow disk delays
 # seconds for the other ranks to report after one has failed, and for a stuck one to write its stack
 GRACE = 1.0
@@ -173,9 +172,8 @@ class RankPool:
         """End the processes; the next call starts new ones."""
         for rank in self._ranks:
             rank.process.kill()
-        while (
-            self._ranks
-        ):  # emptied one by one: a second call may follow one that Ctrl-C interrupted
+        # emptied one by one: a second call may follow one that Ctrl-C interrupted
+        while self._ranks:
             self._ranks[-1].process.join()
             self._ranks[-1].connection.close()
             self._ranks.pop().process.close()
@@ -223,9 +221,8 @@ class _Rank:
         context: Any = multiprocessing.get_context(
             "spawn" if seat.backend == "nccl" else START_METHOD
         )
-        if (
-            context.get_start_method() == "forkserver"
-        ):  # before its server starts; later it has no effect
+        # before its server starts; later it has no effect
+        if context.get_start_method() == "forkserver":
             loaded = [n for n in sys.modules if n in _OFTEN or n.startswith("transformers.")]
             context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *loaded])
         self.connection, theirs = context.Pipe()
@@ -308,10 +305,11 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     registered = bodies.get(key_of(module, name)) is function
     if loaded is None or not (registered or attribute(loaded, name) is function):
         raise _not_found(function)
+    # pytest's name for its helper
     file, rewritten = (
         getattr(loaded, "__file__", None),
         "@pytest_ar" in vars(loaded),
-    )  # pytest's name for its helper
+    )
     arguments = pickle.dumps((args, kwargs))
     return Call(
         loaded.__name__, file, name, rewritten, arguments, sys.path, os.getcwd(), dict(os.environ)
@@ -352,9 +350,8 @@ def distributed(
 
     def decorate(body: Callable[P, object]) -> Callable[P, None]:
         given = getattr(body, "hypothesis", None)
-        if (
-            given is not None
-        ):  # @given is below: wrap its body instead, so that only this process draws examples
+        # @given is below: wrap its body instead, so that only this process draws examples
+        if given is not None:
             given.inner_test = decorate(given.inner_test)
             return body  # type: ignore[return-value]
         if not isinstance(body, FunctionType) or "<" in body.__qualname__:

@@ -119,18 +119,16 @@ def serve(seat: Seat, connection: Connection) -> None:
 
 def _settle(seat: Seat) -> None:
     """Send output to a file, write the stack on demand, and exit with the parent."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes; the parent ends the ranks
+    # Ctrl-C reaches all processes; the parent ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with seat.output.open("ab") as output:
         for descriptor in (1, 2):  # also for C++ libraries
             os.dup2(output.fileno(), descriptor)
     # Line by line, so that the output of a rank that dies is kept.
     sys.stdout, sys.stderr = (open(to, "w", 1, "utf-8", "replace", closefd=False) for to in (1, 2))  # noqa: SIM115
     stack = open(seat.stack, "w")  # noqa: SIM115  # never closed: faulthandler keeps writing to it
-    faulthandler.register(
-        STACK_SIGNAL, file=stack, all_threads=False
-    )  # of the main thread, which gets signals
+    # of the main thread, which gets signals
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     faulthandler.enable(file=stack, all_threads=False)
     threading.Thread(target=_exit_with_parent, args=(seat.directory,), daemon=True).start()
     # As under torchrun, and not the fork server that started this process: a lock for it, such as
@@ -195,9 +193,8 @@ def _follow(call: Call, seat: Seat) -> None:
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
     }
-    for name in (
-        os.environ.keys() - wanted.keys()
-    ):  # never emptied: threads of libraries may read it meanwhile
+    # never emptied: threads of libraries may read it meanwhile
+    for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     os.environ.update(
         {name: value for name, value in wanted.items() if os.environ.get(name) != value}
@@ -212,9 +209,8 @@ def _raised(error: BaseException) -> Failure:
         "".join(traceback.format_exception(type(error), error, frames)),
         type(error).__name__,
     )
-    skips = name == "Skipped" or isinstance(
-        error, unittest.SkipTest
-    )  # by name: ranks may lack pytest
+    # by name: ranks may lack pytest
+    skips = name == "Skipped" or isinstance(error, unittest.SkipTest)
     return Failure("raised", f"raised {name}", text, str(error) if skips else None)
 
 
@@ -255,9 +251,8 @@ def _find(call: Call) -> Callable[..., Any]:
 def _imported(call: Call) -> ModuleType:
     hook: Any = None
     if call.rewritten:
-        with suppress(
-            ImportError, AttributeError, TypeError
-        ):  # not public; without it asserts only say less
+        # not public; without it asserts only say less
+        with suppress(ImportError, AttributeError, TypeError):
             hook = _assertion_hook()
             hook.mark_rewrite(call.module)
     try:

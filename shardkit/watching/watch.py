@@ -134,9 +134,8 @@ class _Watch:
     ) -> None:
         self.ranks, self.report = ranks, ""
         self._rank, self._after, self._ends, self._asks = dist.get_rank(), after, end, asks
-        self._period = min(
-            max(1.0, len(ranks) / 256), after / 5
-        )  # in each the first rank reads all records
+        # in each the first rank reads all records
+        self._period = min(max(1.0, len(ranks) / 256), after / 5)
         team = zlib.crc32(repr(ranks).encode())
         _entered[team] += 1
         self._store = store_of_its_own(f"shardkit_watch_{team}_{_entered[team]}")
@@ -146,10 +145,11 @@ class _Watch:
         self._known: dict[int, tuple[Record, float]] = dict.fromkeys(
             ranks, (NOTHING, time.monotonic())
         )
+        # since there is something to report; what was reported last
         self._polls, self._reported = (
             0,
             "",
-        )  # since there is something to report; what was reported last
+        )
         self._left, self._gone, self._settled = (
             threading.Event(),
             threading.Event(),
@@ -277,9 +277,8 @@ class _Watch:
             (r for r in before if not (seen := self.peek(r)).record["left"] and not seen.gone),
             self._rank,
         )
-        others = (
-            self._read(f"{first} calls") or NOTHING
-        )  # each rank compares itself with the first one
+        # each rank compares itself with the first one
+        others = self._read(f"{first} calls") or NOTHING
         found = first_difference({first: others, self._rank: record})
         short = {key: record[key] for key in ("idle", "beat", "left", "failed") if key in record}
         self._write(str(self._rank), short | {"differs": found is not None and found.is_certain})
@@ -300,9 +299,8 @@ class _Watch:
         if record is not None and record["beat"] != self._known[rank][0].get("beat"):
             self._known[rank] = record, now
         record, at = self._known[rank]
-        is_silent = (
-            now - at >= 3 * self._period + 0.5 and not record["left"]
-        )  # threads of a busy rank are late
+        # threads of a busy rank are late
+        is_silent = now - at >= 3 * self._period + 0.5 and not record["left"]
         silence = "never entered the watch" if record is NOTHING else f"silent for {now - at:.0f} s"
         return Seen(record, now - at, silence if is_silent else "")
 
@@ -316,9 +314,8 @@ class _Watch:
         )
         if not flagged and max(each.idle for each in seen.values()) < self._after:
             self._polls = 0
-            if (
-                self.report
-            ):  # all go on: what was reported must not be taken for the cause of a later error
+            # all go on: what was reported must not be taken for the cause of a later error
+            if self.report:
                 self._tell("", "", settled=False)
             return
         full = {rank: self._read(f"{rank} calls") or NOTHING for rank in self.ranks}

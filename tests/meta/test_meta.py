@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from shardkit.errors import ShardkitError
 from shardkit.meta import init_on_meta, materialize
 from shardkit.meta import tape as tapes
-from shardkit.meta.record import recording
 from shardkit.testing import fake_world
 
 
@@ -191,10 +190,9 @@ def count_bytes():
 
 def test_the_tape_is_freed_with_its_model(monkeypatch):
     monkeypatch.setattr(tapes, "_latest", None)  # one of its own, not that of models which other tests left recorded
-    with init_on_meta(), recording() as recorder:
+    with init_on_meta():
         model = net()
-    tape = weakref.ref(recorder.tape)
-    del recorder
+    tape = weakref.ref(tapes.open_tape())
     shard(model)
     assert tape() is not None
     materialize(model)
