@@ -52,8 +52,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the demo and return the exit code: 0 when the sharded training equals the plain one, else
     1.
 
-    Raises: ShardkitError: more ranks than GPUs, more steps than rounding leaves comparable, or a
-        rank failed.
+    Raises:
+        ShardkitError: more ranks than GPUs, more steps than rounding leaves comparable, or a rank
+            failed.
     """
     started, gpus = time.perf_counter(), torch.cuda.device_count()
     launched = "WORLD_SIZE" in os.environ  # by torchrun

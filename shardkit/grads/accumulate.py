@@ -53,20 +53,21 @@ def accumulate(
     gradients are dropped; call :func:`reset_after_error` before the next forward.
     ``shardkit.zero_grad(model)`` abandons a step.
 
-    Args: model: an FSDP root, a part of one, or a module around several roots. Plain parameters
-        accumulate as usual. last: whether this is the last micro-batch of the step, after which
-        gradients are complete. keep_unsharded: True gathers the parameters of each unit once for
-        all micro-batches, so none may change in
-            between. False frees them after each backward. None keeps those with
+    Args:
+        model: an FSDP root, a part of one, or a module around several roots. Plain parameters
+            accumulate as usual.
+        last: whether this is the last micro-batch of the step, after which gradients are complete.
+        keep_unsharded: True gathers the parameters of each unit once for all micro-batches, so none
+            may change in between. False frees them after each backward. None keeps those with
             ``reshard_after_forward=False``; ``"frozen"`` also those of units without a trained
             parameter, which have no gradients to hold.
         shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between.
             If ranks use different parameters in them, call torch's
             ``model.set_reduce_scatter_unused_params(True)`` first.
 
-    Raises: ShardkitError: ``optimizer_in_backward`` steps the parameters, ``model`` is not a
-        module, or ``keep_unsharded``
-            is another string.
+    Raises:
+        ShardkitError: ``optimizer_in_backward`` steps the parameters, ``model`` is not a module, or
+            ``keep_unsharded`` is another string.
 
     Examples:
         >>> for i, (inputs, targets) in enumerate(micro_batches):

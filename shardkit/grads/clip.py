@@ -37,7 +37,7 @@ def clip_grad_norm_(
     (norm + 1e-6))``, where the norm is that of all unsharded gradients as one vector.
 
     **Collective**: every rank must call it with the same parameters, with or without gradients. It
-    takes one all-reduce
+        takes one all-reduce
     of one float64 for each axis of the largest mesh that shards: one on a 1-D mesh and on HSDP, two
     for TP x FSDP. Nothing waits for the device, except gradients offloaded to the CPU and
     ``error_if_nonfinite``.
@@ -48,10 +48,10 @@ def clip_grad_norm_(
     sharded ones (``ignored_params``) count once: by the mean over the ranks of their p-th power sum
     (for p = inf, by their maximum). Both add the axes that replicate to the all-reduces.
 
-    Args: parameters: the model, or one tensor, or an iterable of them, DTensor and plain, on any
-        devices. Prefer the
-            model: ``model.parameters()`` of a unit left unsharded yields parameters that have no
-                gradients.
+    Args:
+        parameters: the model, or one tensor, or an iterable of them, DTensor and plain, on any
+            devices. Prefer the model: ``model.parameters()`` of a unit left unsharded yields
+            parameters that have no gradients.
         max_norm: the largest norm allowed, >= 0; inf returns the norm without clipping.
         norm_type: p > 0 of the p-norm, or inf for the largest absolute value.
         error_if_nonfinite: raise on every rank for a norm of nan or inf, which otherwise makes
@@ -59,12 +59,14 @@ def clip_grad_norm_(
         group: ranks that hold different models, such as ``mesh["pp"].get_group()`` of pipeline
             stages: the norm is that of all their gradients, by one more all-reduce.
 
-    Returns: The norm before clipping: plain, without dimensions, equal on every rank, on the device
-        of the largest mesh, float32 (float64 if any parameter is). Without any DTensor it is
-        torch's own.
+    Returns:
+        The norm before clipping: plain, without dimensions, equal on every rank, on the device of
+        the largest mesh, float32 (float64 if any parameter is). Without any DTensor it is torch's
+        own.
 
-    Raises: ShardkitError: for a bad argument, ranks outside the largest mesh, a step in backward,
-        ``error_if_nonfinite``.
+    Raises:
+        ShardkitError: for a bad argument, ranks outside the largest mesh, a step in backward,
+            ``error_if_nonfinite``.
 
     Examples:
         >>> norm = clip_grad_norm_(model, max_norm=1.0)

@@ -31,14 +31,15 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     **Collective**: one all-reduce of 8 bytes; two on an HSDP mesh that is not the whole world; none
     for a plain model or one rank. Nothing waits for the device.
 
-    Args: num_tokens: the tokens in this rank's loss, over all of its micro-batches, such as
-        ``(labels != -100).sum()``;
-            or the sum of their weights. It may be 0.
+    Args:
+        num_tokens: the tokens in this rank's loss, over all of its micro-batches, such as ``(labels
+            != -100).sum()``; or the sum of their weights. It may be 0.
         model: sharded. Tensor-parallel ranks, which hold the same tokens, are not counted twice. If
             parts are on meshes of different sizes (experts), the ranks of the largest are counted.
 
-    Returns: A tensor without dimensions on the mesh's device, equal on these ranks: int64, or
-        float64 for weights.
+    Returns:
+        A tensor without dimensions on the mesh's device, equal on these ranks: int64, or float64
+        for weights.
 
     Raises:
         ShardkitError: ``num_tokens`` has dimensions.
@@ -80,12 +81,13 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
         num_tokens: from :func:`global_token_count`, or a number that all ranks know; 0 counts as 1.
         model: as given to ``global_token_count``.
 
-    Returns: The scaled loss, float32 at least. To log the mean, divide the loss by ``num_tokens``
-        and sum over ranks.
+    Returns:
+        The scaled loss, float32 at least. To log the mean, divide the loss by ``num_tokens`` and
+        sum over ranks.
 
-    Raises: ShardkitError: trainable units divide by different numbers, because their meshes differ
-        in size, or
-            torch's ``set_gradient_divide_factor`` was called on some of them only.
+    Raises:
+        ShardkitError: trainable units divide by different numbers, because their meshes differ in
+            size, or torch's ``set_gradient_divide_factor`` was called on some of them only.
 
     Examples:
         >>> loss = F.cross_entropy(model(inputs), labels, ignore_index=-100, reduction="sum")
@@ -105,8 +107,9 @@ def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
     fp16 cannot hold. Gradients of ``ignored_params`` are scaled too: reduce them to the mean over
     ranks, as FSDP does, before or after.
 
-    Args: num_tokens, model: as for ``scale_loss``; the gradients are complete, so after
-        ``accumulate(model, last=True)``.
+    Args:
+        num_tokens, model: as for ``scale_loss``; the gradients are complete, so after
+            ``accumulate(model, last=True)``.
     """
     for grads in by_device_and_dtype(param.grad for _, param in named_sharded_parameters(model)):
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
@@ -121,8 +124,10 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
     ranks than the rest, so the means differ. ``shard_model`` makes them equal. Local; all ranks
     must make the same call. torch's ``set_gradient_divide_factor`` sets one unit, and needs NCCL.
 
-    Args: model: sharded, a root or a part of one. reduction: "sum", or "mean" to go back. With
-        ``reduce_dtype=torch.float16`` a sum may overflow.
+    Args:
+        model: sharded, a root or a part of one.
+        reduction: "sum", or "mean" to go back. With ``reduce_dtype=torch.float16`` a sum may
+            overflow.
 
     Raises:
         ShardkitError: another ``reduction``.
@@ -178,10 +183,10 @@ class GradScaler(UnscalingGradScaler):
     axis of the meshes of the optimizer's parameters. All ranks must call it with their optimizers
     in the same order. As in torch, ``step`` waits for the device, except with fused optimizers.
 
-    Args: device: of the loss; None is the accelerator's type, or "cpu" where there is none. args,
-        kwargs: as for torch's, ``init_scale``, ``growth_factor``, ``backoff_factor``,
-        ``growth_interval``,
-            ``enabled``.
+    Args:
+        device: of the loss; None is the accelerator's type, or "cpu" where there is none.
+        args, kwargs: as for torch's, ``init_scale``, ``growth_factor``, ``backoff_factor``,
+            ``growth_interval``, ``enabled``.
 
     Examples:
         >>> scaler = GradScaler()

@@ -40,17 +40,18 @@ def keep_sharded(runner: Runner) -> Runner:
     accelerate's own FSDP2. Checkpoints are full: rank 0 gathers model and optimizer state in CPU
     memory. Resume on any number of ranks.
 
-    Args: runner: an ``accelerate.Accelerator``, or a trainer that has one: transformers'
-        ``Trainer``, TRL's; or a model.
+    Args:
+        runner: an ``accelerate.Accelerator``, or a trainer that has one: transformers' ``Trainer``,
+            TRL's; or a model.
 
     Returns:
         The same object.
 
-    Raises: ShardkitError: accelerate is also told to shard (``fsdp=``, DeepSpeed), or runs another
-        number of processes than
-            the process group, or in fp16; the model is not sharded, or split in other ways too.
-            ``prepare`` raises it for a model that is not sharded, or computes in another dtype than
-            ``bf16=True`` asks for.
+    Raises:
+        ShardkitError: accelerate is also told to shard (``fsdp=``, DeepSpeed), or runs another
+            number of processes than the process group, or in fp16; the model is not sharded, or
+            split in other ways too. ``prepare`` raises it for a model that is not sharded, or
+            computes in another dtype than ``bf16=True`` asks for.
     """
     if isinstance(runner, nn.Module):
         _take_over(runner)

@@ -23,10 +23,13 @@ def plan_checked(
     """Return the plan of ``make()``, checked by one forward: it uses every parameter inside its
     unit. Local, pure.
 
-    Args: tree: the model; gets ``reads``, and in ``uncalled`` the modules whose parameters are used
-        without calling them. make: makes a plan of ``tree``; called again with what was found.
-        batch: one rank's micro-batch; values are not read. is_default: ``make`` follows the default
-        rule, which leaves out units whose parameters are used outside.
+    Args:
+        tree: the model; gets ``reads``, and in ``uncalled`` the modules whose parameters are used
+            without calling them.
+        make: makes a plan of ``tree``; called again with what was found.
+        batch: one rank's micro-batch; values are not read.
+        is_default: ``make`` follows the default rule, which leaves out units whose parameters are
+            used outside.
     """
     notes: list[str] = []
     while True:

@@ -82,9 +82,9 @@ def estimate(
     steady step: the second or a later one. Not counted: the allocator's rounding and fragmentation,
     NCCL's workspace, CUDA's context.
 
-    Args: model: on any device, meta too, in its present train or eval mode; or a plan, which is
-        enough
-            without ``batch``.
+    Args:
+        model: on any device, meta too, in its present train or eval mode; or a plan, which is
+            enough without ``batch``.
         plan: of the model, such as ``plan_model(model, mesh=MeshSpec.sharded(64))``: the ranks,
             units, dtypes and settings.
         batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones,

@@ -27,13 +27,15 @@ def check_optimizer(
     Warns of trainable parameters outside of all units (``ignored_params``), whose gradients FSDP2
     does not reduce.
 
-    Args: optimizer: the optimizer, or all of them where several share the model. model: the whole
-        model, sharded or not. Frozen parameters may be in the optimizer or not. low_precision:
-        allow parameters in bfloat16 or float16, for optimizers that keep float32 masters or round
-            stochastically.
+    Args:
+        optimizer: the optimizer, or all of them where several share the model.
+        model: the whole model, sharded or not. Frozen parameters may be in the optimizer or not.
+        low_precision: allow parameters in bfloat16 or float16, for optimizers that keep float32
+            masters or round stochastically.
 
-    Raises: ShardkitError: the optimizer holds other tensors, or lacks trainable parameters; or they
-        train in low precision.
+    Raises:
+        ShardkitError: the optimizer holds other tensors, or lacks trainable parameters; or they
+            train in low precision.
 
     Examples:
         >>> check_optimizer(optimizer, model)

@@ -47,19 +47,21 @@ def optimizer_in_backward(
     and those of ``add_param_group``. Local, in place. What needs all gradients of a step at once
     raises: :func:`clip_grad_norm_`, a second backward before ``step()``, ``torch.amp.GradScaler``.
 
-    Args: model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
+    Args:
+        model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
         factory: called once with the list of trainable parameters, in the order of
-        ``model.parameters()``; returns
-            an optimizer of exactly these, in any groups, such as ``partial(torch.optim.AdamW,
-            lr=1e-3, fused=True)``. It must step each parameter by itself, with no state of a group
-            or of all parameters.
+            ``model.parameters()``; returns an optimizer of exactly these, in any groups, such as
+            ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``. It must step each parameter by
+            itself, with no state of a group or of all parameters.
 
-    Returns: The optimizer that the factory made. Do not copy it, since hooks step this object; save
-        its ``state_dict()``.
+    Returns:
+        The optimizer that the factory made. Do not copy it, since hooks step this object; save its
+        ``state_dict()``.
 
-    Raises: ShardkitError: the model has no trainable sharded parameters, or is stepped in backward
-        already; the optimizer
-            has other parameters, or wraps another one. The model is unchanged.
+    Raises:
+        ShardkitError: the model has no trainable sharded parameters, or is stepped in backward
+            already; the optimizer has other parameters, or wraps another one. The model is
+            unchanged.
     """
     check_module(model)
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}

@@ -39,17 +39,17 @@ def step_on_local_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
     Plain parameters may be mixed with sharded ones, on any meshes, also with ``foreach=True`` and
     ``fused=True``, where torch refuses the mixture.
 
-    Args: optimizer: torch's ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam,
-        RMSprop or
-            Rprop, or a subclass that does not override its step. Any other steps on DTensors as it
-            is.
+    Args:
+        optimizer: torch's ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+            or Rprop, or a subclass that does not override its step. Any other steps on DTensors as
+            it is.
 
     Returns:
         The same object. Its class becomes a subclass of the same name.
 
-    Raises: ShardkitError: it is not one of these, has ``differentiable=True``, wraps another one,
-        or has a
-            replaced ``step``. Nothing was changed.
+    Raises:
+        ShardkitError: it is not one of these, has ``differentiable=True``, wraps another one, or
+            has a replaced ``step``. Nothing was changed.
 
     Examples:
         >>> optimizer = step_on_local_shards(torch.optim.AdamW(model.parameters(), fused=True))

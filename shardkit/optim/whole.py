@@ -58,10 +58,11 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     checkpoints work as before. State of another shape than its parameter is sharded on its first
     dim.
 
-    Args: optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, which this
-        call promises. Numbers
-            in its groups and attributes, such as a count of steps, must not depend on which
-            parameters it steps; the step raises if they do, as with Prodigy and D-Adaptation.
+    Args:
+        optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, which this
+            call promises. Numbers in its groups and attributes, such as a count of steps, must not
+            depend on which parameters it steps; the step raises if they do, as with Prodigy and
+            D-Adaptation.
         slices: step a parameter of three dims, such as the experts of a layer, as one matrix for
             each index of the first dim. Muon's constructor takes matrices only: use
             ``optimizer.add_param_group`` for such parameters.
@@ -69,10 +70,11 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     Returns:
         The same object. Its class becomes a subclass of the same name.
 
-    Raises: ShardkitError: it is not a ``torch.optim.Optimizer``, wraps another one, steps on local
-        shards, or has a
-            replaced ``step``; nothing was changed. In ``step()``, on every rank: the step of an
-            owner failed, owners disagree on a number, or state is of a tensor subclass.
+    Raises:
+        ShardkitError: it is not a ``torch.optim.Optimizer``, wraps another one, steps on local
+            shards, or has a replaced ``step``; nothing was changed. In ``step()``, on every rank:
+            the step of an owner failed, owners disagree on a number, or state is of a tensor
+            subclass.
 
     Examples:
         >>> optimizer = step_on_whole_matrices(torch.optim.Muon(matrices, lr=0.02))

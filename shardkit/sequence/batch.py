@@ -102,20 +102,21 @@ class SplitSequence:
         backend there, which compares the ranks' batches. Split before moving a batch to an
         accelerator.
 
-        Args: batch: the whole batch, equal on all ranks of the group: ``input_ids`` or
-            ``inputs_embeds``, and any of
-                ``attention_mask`` (batch, tokens), ``position_ids`` (which begin anew with each
-                packed document), ``labels`` as for the model itself, ``shift_labels``. What has no
-                value for each token stays as it is.
+        Args:
+            batch: the whole batch, equal on all ranks of the group: ``input_ids`` or
+                ``inputs_embeds``, and any of ``attention_mask`` (batch, tokens), ``position_ids``
+                (which begin anew with each packed document), ``labels`` as for the model itself,
+                ``shift_labels``. What has no value for each token stays as it is.
 
-        Returns: A dict of the same keys, ``position_ids``, and ``sequence``, which tells attention
-            of the whole batch. Compute the loss from logits and ``part.pop("labels")`` as from any
+        Returns:
+            A dict of the same keys, ``position_ids``, and ``sequence``, which tells attention of
+            the whole batch. Compute the loss from logits and ``part.pop("labels")`` as from any
             batch; or let the model do it: the mean of its ``loss`` over the ranks is that of the
             whole batch.
 
-        Raises: ShardkitError: the batches differ, the attention mask has not two dims, or a tensor
-            that this function
-                does not know has a value for each token: use :meth:`cut`.
+        Raises:
+            ShardkitError: the batches differ, the attention mask has not two dims, or a tensor that
+                this function does not know has a value for each token: use :meth:`cut`.
         """
         full = {name: value for name, value in batch.items() if value is not None}
         inputs = full["input_ids"] if "input_ids" in full else full["inputs_embeds"]

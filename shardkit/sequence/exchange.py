@@ -101,10 +101,10 @@ def ulysses(
     Everything else in the model must work on each token alone, and get the positions of this rank's
     tokens.
 
-    Args: attend: ``attend(query, key, value, ...)``, such as ``F.scaled_dot_product_attention``,
-        which returns a
-            tensor with the dims of the query. With fewer key heads than query heads it must support
-            that (for torch's, ``enable_gqa=True``).
+    Args:
+        attend: ``attend(query, key, value, ...)``, such as ``F.scaled_dot_product_attention``,
+            which returns a tensor with the dims of the query. With fewer key heads than query heads
+            it must support that (for torch's, ``enable_gqa=True``).
         group: ranks with consecutive parts of the sequence, in order, each of the same length.
         heads, sequence: the dims of heads and tokens; (2, 1) for flash attention's own layout.
 

@@ -28,12 +28,14 @@ def tiled_loss(
     head]`` or with a tied weight. Call it where the model would call ``head``: in its forward, or
     in a method of ``forward_methods``. Local.
 
-    Args: head: maps (tokens, features) to logits, each token alone. hidden: (..., features), such
-        as the last hidden states. labels: (...), of the same tokens: a causal model's are shifted
-        first. tiles: the most tiles; fewer tokens make fewer. loss: maps the logits and labels of
-        any tokens to their sum, for one that caps the logits first, or weighs
-            tokens: labels may have further dims. None is the cross entropy of the tokens that are
-            not labeled -100, in float32 at least.
+    Args:
+        head: maps (tokens, features) to logits, each token alone.
+        hidden: (..., features), such as the last hidden states.
+        labels: (...), of the same tokens: a causal model's are shifted first.
+        tiles: the most tiles; fewer tokens make fewer.
+        loss: maps the logits and labels of any tokens to their sum, for one that caps the logits
+            first, or weighs tokens: labels may have further dims. None is the cross entropy of the
+            tokens that are not labeled -100, in float32 at least.
 
     Returns:
         The sum, for :func:`shardkit.scale_loss`.

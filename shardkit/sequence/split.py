@@ -42,18 +42,18 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh) -> SplitSequence:
     Each forward of the split model then runs four all-to-alls an attention layer, and each backward
     four more, or eight where the layer is checkpointed.
 
-    Args: model: sharded, with its weights loaded; in a fake world, for estimates, as it is. mesh:
-        one axis, such as ``training_mesh(sp=2)["sp"]``. Its size must divide the number of query
-        heads; key
-            heads may be fewer than ranks.
+    Args:
+        model: sharded, with its weights loaded; in a fake world, for estimates, as it is.
+        mesh: one axis, such as ``training_mesh(sp=2)["sp"]``. Its size must divide the number of
+            query heads; key heads may be fewer than ranks.
 
     Returns:
         What splits batches.
 
-    Raises: PlanError: the model cannot be split: it has layers that mix tokens otherwise (Mamba,
-        linear attention,
-            convolutions), a mask that cannot be rebuilt, or too few heads; or it is not sharded
-            over these ranks. The model is unchanged.
+    Raises:
+        PlanError: the model cannot be split: it has layers that mix tokens otherwise (Mamba, linear
+            attention, convolutions), a mask that cannot be rebuilt, or too few heads; or it is not
+            sharded over these ranks. The model is unchanged.
     """
     from transformers import PreTrainedModel
 

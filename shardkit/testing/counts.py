@@ -41,8 +41,9 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         world_size: number of ranks.
         rank: of this process.
 
-    Raises: ValueError, RuntimeError: a process group exists already, or ``rank`` is not in the
-        world (torch's).
+    Raises:
+        ValueError, RuntimeError: a process group exists already, or ``rank`` is not in the world
+            (torch's).
 
     Examples:
         >>> from torch.distributed.fsdp import fully_shard
@@ -64,9 +65,9 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 class CommCounts(Collectives):
     """Counts of collectives; equal to any ``Collectives`` with the same numbers.
 
-    Attributes: other: every other collective by its operator's name, such as ``{"broadcast_": 1}``.
-        Not compared, because
-            ``plan.collectives()`` predicts training steps only.
+    Attributes:
+        other: every other collective by its operator's name, such as ``{"broadcast_": 1}``. Not
+            compared, because ``plan.collectives()`` predicts training steps only.
     """
 
     other: dict[str, int] = field(default_factory=dict)

@@ -133,8 +133,10 @@ class RankPool:
         """Call ``function(*args, **kwargs)`` on every rank and return the results in the order of
         ranks.
 
-        Args: function: a function at the top level of an importable module or script. args:
-            picklable, the same on every rank; ``torch.distributed.get_rank()`` tells ranks apart.
+        Args:
+            function: a function at the top level of an importable module or script.
+            args: picklable, the same on every rank; ``torch.distributed.get_rank()`` tells ranks
+                apart.
             kwargs: likewise.
 
         Raises:
@@ -333,14 +335,16 @@ def distributed(
     that calls ``pytest.skip`` on every rank skips the test. There is one pool for each world size
     and backend, started by the first test that needs it.
 
-    Args: world_size: number of ranks. backend: as for :class:`RankPool`, or None for NCCL where
-        there are ``world_size`` GPUs and gloo elsewhere.
-            ``"nccl"`` skips the test where there are fewer.
+    Args:
+        world_size: number of ranks.
+        backend: as for :class:`RankPool`, or None for NCCL where there are ``world_size`` GPUs and
+            gloo elsewhere. ``"nccl"`` skips the test where there are fewer.
         timeout: seconds that the body may take, without imports.
 
-    Raises: ShardkitError: when decorating, if the function is inside another one, where other
-        processes cannot find it. RankFailure: when called, if a rank raised, died or did not finish
-        in time.
+    Raises:
+        ShardkitError: when decorating, if the function is inside another one, where other processes
+            cannot find it.
+        RankFailure: when called, if a rank raised, died or did not finish in time.
 
     Examples:
         @distributed(world_size=4)

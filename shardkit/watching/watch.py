@@ -67,18 +67,18 @@ def watch(*models: nn.Module, after: float = 30.0, end: bool = False) -> Iterato
     ``SHARDKIT_WATCH=30``, or ``=30,end``, watches every model that ``shard_model`` or
     ``apply_plan`` shards, to the end of the program.
 
-    Args: models: sharded. Every rank must run the same units in the same order: give pipeline
-        stages, or models that only
-            some ranks have, watches of their own.
+    Args:
+        models: sharded. Every rank must run the same units in the same order: give pipeline stages,
+            or models that only some ranks have, watches of their own.
         after: seconds without a call after which ranks are reported. A longer pause, as to
             evaluate, is reported too.
         end: end the program on every rank with that error: it is raised by the next call, or, where
             a rank waits in a collective, printed, and the process ends with exit code 1, without
             cleaning up.
 
-    Raises: ShardkitError: ``after`` is not positive; a model is not a module; and the report, with
-        ``end`` or in place of
-            an error of gloo or NCCL.
+    Raises:
+        ShardkitError: ``after`` is not positive; a model is not a module; and the report, with
+            ``end`` or in place of an error of gloo or NCCL.
     """
     watching = _start(models, after, end)
     try:
