@@ -37,10 +37,9 @@ def clip_grad_norm_(
     (norm + 1e-6))``, where the norm is that of all unsharded gradients as one vector.
 
     **Collective**: every rank must call it with the same parameters, with or without gradients. It
-        takes one all-reduce
-    of one float64 for each axis of the largest mesh that shards: one on a 1-D mesh and on HSDP, two
-    for TP x FSDP. Nothing waits for the device, except gradients offloaded to the CPU and
-    ``error_if_nonfinite``.
+    takes one all-reduce of one float64 for each axis of the largest mesh that shards: one on a 1-D
+    mesh and on HSDP, two for TP x FSDP. Nothing waits for the device, except gradients offloaded to
+    the CPU and ``error_if_nonfinite``.
 
     Parameters may be on the largest mesh and on meshes inside it. Slices, such as ``mesh["dp"]`` of
     ``mesh["dp", "tp"]``, hold the same parameters, which count once. Any other mesh of some of its
@@ -172,7 +171,7 @@ def _split(
     gradients; the plain ones.
 
     And the memory of those that are Partial, as tensor parallelism leaves them: buckets have their
-        sums, as copies.
+    sums, as copies.
     """
     if steps.steps_in_backward(
         param for param, grad in zip(params, grads, strict=True) if grad is None
