@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardkit.api import plan_model
 from shardkit.errors import PlanError, message
 from shardkit.memory.budget import choose, limit_of
 from shardkit.memory.estimate import Step, estimates
 from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes, Prediction
 from shardkit.plan import MeshSpec
-from shardkit.planning.build import named_model
+from shardkit.planning.build import Request, Settings, build_plan, named_model
+from shardkit.planning.tree import ModelTree
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -78,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32
     )
-    plan = plan_model(model, mesh=MeshSpec.sharded(options.world), mp_policy=policy)
+    request = Request(settings=Settings(mp_policy=policy))
+    plan = build_plan(ModelTree(model), MeshSpec.sharded(options.world), request)
     optimizer = OptimizerBytes.of(options.optimizer)
     batch: Any = None
     if options.batch is not None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "shardkit").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-MOST_FILE_LINES = 400
+MOST_FILE_LINES = 500  # of at most 100 columns
 MOST_FUNCTION_LINES = 60  # of code: a docstring may be as long as it needs to be
 
 # What each module or package may import of shardkit, in reading order. _torch is free for all but errors.
