@@ -126,29 +126,31 @@ class Step:
         micro_batches: int = 1,
         keep_unsharded: bool | str | None = None,
     ) -> None:
-        self.plan, self.micro_batches, self.is_measured = plan, micro_batches, batch is not None
-        self.blocks = [
-            unit.name for unit in plan.units if unit.blocks and not unit.checkpoint_activations
-        ]
-        self._model, self._batch, self._loss, self._keep_unsharded = (
-            model,
-            batch,
-            loss,
-            keep_unsharded,
-        )
+        self.plan = plan
+        self.micro_batches = micro_batches
+        self.is_measured = batch is not None
+        self.blocks: list[str] = []
+        for unit in plan.units:
+            if unit.blocks and not unit.checkpoint_activations:
+                self.blocks.append(unit.name)
+        self._model = model
+        self._batch = batch
+        self._loss = loss
+        self._keep_unsharded = keep_unsharded
         self._buffers = sum(buffer.nbytes for buffer in model.buffers()) if model is not None else 0
         self._measure = cache(self.measure)
 
     def predict(self, name: str, plan: ShardingPlan, optimizer: OptimizerBytes) -> Prediction:
         """Return what the step needs on one rank under a plan."""
         step = self._trace_of(plan) if self.is_measured else without_activations(plan)
-        points = timeline(
-            plan, step, optimizer, self._buffers, self.micro_batches, self._keep_unsharded
-        )
-        offloaded = [unit_bytes(plan, unit, optimizer) for unit in plan.units if unit.offloads]
-        return Prediction(
-            name, plan, points, sum(size.shard + size.grads + size.optimizer for size in offloaded)
-        )
+        counts = self.micro_batches, self._keep_unsharded
+        points = timeline(plan, step, optimizer, self._buffers, *counts)
+        host = 0
+        for unit in plan.units:
+            if unit.offloads:
+                size = unit_bytes(plan, unit, optimizer)
+                host += size.shard + size.grads + size.optimizer
+        return Prediction(name, plan, points, host)
 
     def _trace_of(self, plan: ShardingPlan) -> Trace:
         """Measure once for each policy of checkpointing, where units mix."""

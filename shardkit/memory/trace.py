@@ -123,44 +123,48 @@ def _default_loss(output: Any) -> Tensor:
 
 
 def mixed(traces: Mapping[Any, Trace], chosen: Mapping[str, Any]) -> Trace | None:
-    """Return the trace in which each unit is as in the one chosen for it, by key; in the first
-    where there is none.
+    """Return the trace in which each unit is as in the one chosen for it, by key; in the first where
+    there is none.
 
-    None if checkpointing changes the order in which units run, as of a unit inside that blocks
-    share.
+    None if checkpointing changes the order in which units run, as of a unit inside that blocks share.
     """
-    first, *others = traces.values()
-    order = [(each.moment, each.unit) for each in first.intervals]
-    if any([(each.moment, each.unit) for each in other.intervals] != order for other in others):
-        return None
-    found = [traces.get(chosen[unit], first) if unit else first for _, unit in order]
-    return replace(first, intervals=tuple(one.intervals[place] for place, one in enumerate(found)))
+    first = next(iter(traces.values()))
+    intervals = list(first.intervals)
+    for key, trace in traces.items():
+        if len(trace.intervals) != len(intervals):
+            return None
+        for place, interval in enumerate(trace.intervals):
+            if (interval.moment, interval.unit) != (intervals[place].moment, intervals[place].unit):
+                return None
+            if interval.unit and chosen[interval.unit] == key:
+                intervals[place] = interval
+    return replace(first, intervals=tuple(intervals))
 
 
 def without_activations(plan: ShardingPlan) -> Trace:
     """Return the trace of a model that keeps only gradients: what is known without a batch."""
-    root = next(unit.name for unit in plan.units if unit.modules == ("",))
-    inner = [unit.name for unit in plan.execution_order() if unit.name != root]
-    grads = {}
-    for unit in plan.units:  # unsharded, in the dtype that the unit computes in
-        trained = [spec for spec in plan.specs_of(unit) if spec.trainable]
-        grads[unit.name] = sum(
-            spec.numel * (unit.mp_policy.param_dtype or spec.dtype).itemsize for spec in trained
-        )
-    steps = [Interval(FORWARD, root)]
-    steps += [Interval(moment, name) for name in inner for moment in (FORWARD, AFTER_FORWARD)]
-    steps += [Interval(AFTER_FORWARD, root), Interval(BACKWARD, root, grads[root], grads[root])]
-    for name in reversed(inner):
-        steps += [
-            Interval(BACKWARD, name, grads[name], grads[name]),
-            Interval(AFTER_BACKWARD, name),
-        ]
-    others = sum(
-        plan.specs[fqn].nbytes
-        for fqn in plan.unsharded
-        if fqn in plan.specs and plan.specs[fqn].trainable
-    )
-    return Trace((*steps, Interval(AFTER_BACKWARD, root, others, others)), grads, 0, others)
+    grads: dict[str, int] = {}  # unsharded, in the dtype that the unit computes in
+    root = ""
+    for unit in plan.units:
+        root = unit.name if unit.modules == ("",) else root
+        grads[unit.name] = 0
+        for spec in plan.specs_of(unit):
+            if spec.trainable:
+                grads[unit.name] += spec.numel * (unit.mp_policy.param_dtype or spec.dtype).itemsize
+    others = 0
+    for fqn in plan.unsharded:
+        if fqn in plan.specs and plan.specs[fqn].trainable:
+            others += plan.specs[fqn].nbytes
+    forward, backward = [Interval(FORWARD, root)], []
+    for unit in plan.execution_order():
+        if unit.name != root:
+            size = grads[unit.name]
+            forward += [Interval(FORWARD, unit.name), Interval(AFTER_FORWARD, unit.name)]
+            backward.append(Interval(AFTER_BACKWARD, unit.name))
+            backward.append(Interval(BACKWARD, unit.name, size, size))
+    forward += [Interval(AFTER_FORWARD, root), Interval(BACKWARD, root, grads[root], grads[root])]
+    end = Interval(AFTER_BACKWARD, root, others, others)
+    return Trace((*forward, *reversed(backward), end), grads, 0, others)
 
 
 class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

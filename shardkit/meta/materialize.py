@@ -152,17 +152,19 @@ def prepare(
 
 
 def _recorded(target: Target) -> View | None:
-    """Find a tensor on the tape: by its storage, or by its module and name if it has a new
-    storage.
-    """
-    found = open_tape().find(target.tensor) if is_plain_meta(target.tensor) else None
-    if found is not None:
-        return found
-    views = [records[module].views.get(name) for module, name in target.slots if module in records]
-    known = list(dict.fromkeys(view for view in views if view is not None))
-    rule, fix = "Each was recorded with its own value", "Tie them inside init_on_meta()"
-    _refuse([target] if len(known) > 1 else [], "became one tensor after init_on_meta", rule, fix)
-    return known[0] if known else None
+    """Find a tensor on the tape: by its storage, or by its module and name if it has a new one."""
+    if is_plain_meta(target.tensor):
+        found = open_tape().find(target.tensor)
+        if found is not None:
+            return found
+    known: set[View] = set()
+    for module, name in target.slots:
+        if module in records and name in records[module].views:
+            known.add(records[module].views[name])
+    if len(known) > 1:
+        rule, fix = "Each was recorded with its own value", "Tie them inside init_on_meta()"
+        _refuse([target], "became one tensor after init_on_meta", rule, fix)
+    return next(iter(known), None)
 
 
 def _refuse(targets: list[Target], problem: str, rule: str, fix: str) -> None:
@@ -235,10 +237,12 @@ def target_device(model: nn.Module) -> Callable[[Tensor], torch.device]:
     """Return a function that says where each tensor belongs: on its (or the first) mesh, or on the
     CPU if offloaded.
     """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    offloaded = {id(param) for module in sharded for param in offloaded_parameters(module)}
-    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
-    plain = device_of(meshes[0]) if meshes else torch.device("cpu")
+    offloaded: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            offloaded.update(id(param) for param in offloaded_parameters(module))
+    first = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
+    plain = torch.device("cpu") if first is None else device_of(first.device_mesh)
 
     def device(tensor: Tensor) -> torch.device:
         if not isinstance(tensor, DTensor):

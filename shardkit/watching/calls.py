@@ -5,7 +5,6 @@ it.
 from __future__ import annotations
 
 import functools
-import itertools
 import linecache
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,12 +97,14 @@ class Difference(NamedTuple):
 def first_difference(records: Mapping[int, Record]) -> Difference | None:
     """Return the first difference among the published calls, if there is one."""
     made = {rank: calls_of(record) for rank, record in records.items()}
-    start = max(min(calls, default=1) for calls in made.values())
-    end = max(max(calls, default=0) for calls in made.values())
+    start, end = 1, 0
+    for calls in made.values():
+        start = max(start, min(calls, default=1))
+        end = max(end, max(calls, default=0))
     for number in range(start, end + 1):
-        calls = {rank: each.get(number) for rank, each in made.items()}
-        if len({call and call[0] for call in calls.values()}) > 1:
-            return Difference(number, calls)
+        here = {rank: calls.get(number) for rank, calls in made.items()}
+        if len({call and call[0] for call in here.values()}) > 1:
+            return Difference(number, here)
     return None
 
 
@@ -178,9 +179,11 @@ def _grouped(ranks: Iterable[int], key: Callable[[int], str]) -> list[tuple[str,
 
 def named(ranks: list[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-2, 5``."""
-    runs = [
-        [rank for _, rank in run]
-        for _, run in itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0])
-    ]
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(texts)}"
