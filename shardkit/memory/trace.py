@@ -402,7 +402,8 @@ def _put_fakes(model: nn.Module, plan: ShardingPlan) -> None:
     for fqn, param in model.named_parameters():
         fakes[param] = nn.Parameter(_faked(param, dtypes.get(fqn)), param.requires_grad)
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for tensors in registries:
             for name, value in tensors.items():
                 if isinstance(value, Tensor):
                     tensors[name] = fakes.setdefault(value, _faked(value))

@@ -193,11 +193,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = _name(func)
         if name in _EMPTY:
             return Op()
-        op = Op(
-            func,
-            *map_leaves(self._as_view, (args, kwargs)),
-            default_dtype=torch.get_default_dtype(),
-        )
+        given = args, kwargs
+        args, kwargs = map_leaves(self._as_view, given)
+        op = Op(func, args, kwargs, default_dtype=torch.get_default_dtype())
         op.on_device = "device" in _argument_names(func)
         op.kwargs.pop("device", None)
         op.kwargs.pop("pin_memory", None)
@@ -205,7 +203,7 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if looks_at_sizes or dispatch.has_tag(func, "inplace_view"):  # set_, resize_, t_: no values
             return op
         written = []
-        for argument, value in _arguments(func, args, kwargs):
+        for argument, value in _arguments(func, *given):
             views = [self.view(tensor) for tensor in tensors_of(value)]
             if _is_written(argument):
                 overwrites = argument.is_out or name in _FILLS

@@ -17,9 +17,7 @@ from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.check import check_optimizer
 from shardkit.optim.local import (
     AnyOptimizer,
-    check_replaceable,
     hooked,
-    is_elementwise,
     replace_class,
     step_of,
     step_on_local_shards,
@@ -51,8 +49,7 @@ def optimizer_in_backward(
         model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
         factory: called once with the list of trainable parameters, in the order of
             ``model.parameters()``; returns an optimizer of exactly these, in any groups, such as
-            ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``. It must step each parameter by
-            itself, with no state of a group or of all parameters.
+            ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
 
     Returns:
         The optimizer that the factory made. Do not copy it, since hooks step this object; save its
@@ -60,8 +57,8 @@ def optimizer_in_backward(
 
     Raises:
         ShardkitError: the model has no trainable sharded parameters, or is stepped in backward
-            already; the optimizer has other parameters, or wraps another one. The model is
-            unchanged.
+            already; the optimizer has other parameters, or :func:`step_on_local_shards` refuses it.
+            The model is unchanged.
     """
     check_module(model)
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
@@ -77,9 +74,7 @@ def optimizer_in_backward(
         raise ShardkitError(message(listing(stepped), problem, "", fix))
     optimizer = factory(list(params.values()))
     check_optimizer(optimizer, model, low_precision=True)  # in low precision the first step warns
-    check_replaceable(optimizer, _SUBJECT)
-    if is_elementwise(type(optimizer)):
-        step_on_local_shards(optimizer)
+    step_on_local_shards(optimizer)
     replace_class(optimizer, _in_backward_class)
     vars(optimizer)["stepped"] = set()
     for number, group in enumerate(optimizer.param_groups):

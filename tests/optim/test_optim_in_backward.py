@@ -10,6 +10,7 @@ import pytest
 import torch
 from grads_net import MESHES, Net, sharded_net
 from optim_nets import assert_same_parameters, assert_same_state, factory, local, trainable, two_nets
+from test_optim_classes import Lion
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -223,6 +224,8 @@ def test_models_and_factories_that_are_refused():
     net = sharded_net((4,))
     with pytest.raises(ShardkitError, match="in no optimizer"):
         optimizer_in_backward(net, lambda params: factory("SGD")(params[1:]))
+    with pytest.raises(ShardkitError, match=r"Lion, and not one of torch's element-wise ones"):
+        optimizer_in_backward(net, Lion)
     assert hooks(net) == []
     optimizer_in_backward(net, factory("SGD"))
     assert [type(hook) for hook in hooks(net)] == [_StepOne] * len(trainable(net))
