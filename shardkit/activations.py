@@ -1,4 +1,6 @@
-"""Activation checkpointing of one module's forward, full or selective, where buffers advance once."""
+"""Activation checkpointing of one module's forward, full or selective, where buffers advance
+once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from shardkit._torch.dispatch import schema, version_of
 from shardkit.errors import ShardkitError, message
@@ -23,11 +29,13 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
 def checkpointed(
     module: nn.Module, fqn: str, policy: bool | str = True, to_compile: bool = False
 ) -> Callable[..., Any]:
-    """Return the module's present forward, recomputed in backward instead of keeping its activations.
+    """Return the module's present forward, recomputed in backward instead of keeping its
+    activations.
 
-    A recomputation starts from the same buffers as the forward, and what it writes to them is dropped: running
-    statistics and counters advance once. A policy of True recomputes all, others are as :func:`policy_of` takes them.
-    ``to_compile`` says that it has no buffers and will be compiled: the compiler takes torch's selective contexts only.
+    A recomputation starts from the same buffers as the forward, and what it writes to them is
+    dropped: running statistics and counters advance once. A policy of True recomputes all, others
+    are as :func:`policy_of` takes them. ``to_compile`` says that it has no buffers and will be
+    compiled: the compiler takes torch's selective contexts only.
     """
     forward = module.forward
     run = functools.partial(checkpoint, forward, use_reentrant=False)
@@ -54,9 +62,9 @@ def checkpointed(
 def policy_of(name: str) -> Callable[..., CheckpointPolicy]:
     """Return what ``create_selective_checkpoint_contexts`` takes, for one forward of one module.
 
-    ``"selective"`` saves attention and every other matrix product, as torchtitan's per-op policy does. Attention with
-    dropout is not saved: what draws random numbers after it would draw others again. Another name is that of a policy,
-    ``"package.module:function"``.
+    ``"selective"`` saves attention and every other matrix product, as torchtitan's per-op policy
+    does. Attention with dropout is not saved: what draws random numbers after it would draw others
+    again. Another name is that of a policy, ``"package.module:function"``.
     """
     if name != "selective":
         return pkgutil.resolve_name(name)  # type: ignore[no-any-return]
@@ -77,22 +85,32 @@ def _selective_contexts(policy: str) -> Any:
     return create_selective_checkpoint_contexts(policy_of(policy))  # type: ignore[no-untyped-call]
 
 
-def _contexts(module: nn.Module, policy: bool | str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of the first forward and of its recomputation, which a retained graph repeats."""
-    first, again = _selective_contexts(policy) if isinstance(policy, str) else (nullcontext(), nullcontext())
+def _contexts(
+    module: nn.Module, policy: bool | str
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of the first forward and of its recomputation, which a retained graph
+    repeats.
+    """
+    first, again = (
+        _selective_contexts(policy) if isinstance(policy, str) else (nullcontext(), nullcontext())
+    )
     recomputation = _Recomputation(module, again)
     return recomputation.first_forward(first), recomputation
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Gives a module the buffers that its forward started from, and drops what is written to them again.
+    """Gives a module the buffers that its forward started from, and drops what is written to them
+    again.
 
-    Also the list of calls that ``runtime.skippable`` filled in the first forward. ``inner`` is entered last.
+    Also the list of calls that ``runtime.skippable`` filled in the first forward. ``inner`` is
+    entered last.
     """
 
     def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self._inner = inner
-        self._starts = [(each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers]
+        self._starts = [
+            (each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers
+        ]
         buffers = {each for _, start in self._starts for each in start.values() if each is not None}
         self._values = {each: each.detach().clone() for each in buffers}
         self._versions = {each: version_of(each) for each in buffers}
@@ -101,7 +119,9 @@ class _Recomputation(AbstractContextManager[None]):
 
     @contextmanager
     def first_forward(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
-        """Keep copies only of what the forward wrote to; batch norm's statistics have no versions, and are not read."""
+        """Keep copies only of what the forward wrote to; batch norm's statistics have no versions,
+        and are not read.
+        """
         with inner:
             yield
         for each, version in self._versions.items():
@@ -110,10 +130,16 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._before = [(registry, dict(registry)) for registry, _ in self._starts]
-        self._before += [(attributes, {MADE_CALLS: attributes[MADE_CALLS]}) for attributes, _ in self._made]
-        fresh = {each: value.detach().clone() for each, value in self._values.items()}  # will be written to
+        self._before += [
+            (attributes, {MADE_CALLS: attributes[MADE_CALLS]}) for attributes, _ in self._made
+        ]
+        fresh = {
+            each: value.detach().clone() for each, value in self._values.items()
+        }  # will be written to
         for registry, start in self._starts:
-            registry.update({name: each if each is None else fresh[each] for name, each in start.items()})
+            registry.update(
+                {name: each if each is None else fresh[each] for name, each in start.items()}
+            )
         for attributes, made in self._made:
             attributes[MADE_CALLS] = made
         self._inner.__enter__()

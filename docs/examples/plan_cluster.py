@@ -43,7 +43,7 @@ def main(argv=None, config=CONFIG):
 
     ids = torch.zeros(1, args.context, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
-    budget = plan_for_budget(model, args.gpu_memory, batch=batch, plan=fsdp)
+    budget = plan_for_budget(model, args.gpu_memory, fsdp, batch=batch)
     print("\n", budget, sep="")
 
     print("\nThe same in plain torch:\n")

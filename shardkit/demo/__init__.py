@@ -1,4 +1,6 @@
-"""``python -m shardkit demo``: train a small transformer sharded and plain, and compare. See ``train``."""
+"""``python -m shardkit demo``: train a small transformer sharded and plain, and compare. See
+``train``.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +33,44 @@ _FAILED = """The sharded and the plain training differ by more than rounding all
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Return the parser of the command, added to ``commands``, the result of ``ArgumentParser.add_subparsers``."""
+    """Return the parser of the command, added to ``commands``, the result of
+    ``ArgumentParser.add_subparsers``.
+    """
     text = "train a small transformer sharded and plain, and compare"
     about = f"{text.capitalize()}. Under torchrun its ranks are used, else they are started here."
     parser: argparse.ArgumentParser = commands.add_parser("demo", help=text, description=about)
-    parser.add_argument("--ranks", type=positive, help="processes to start (default: one for each GPU, else 2)")
-    parser.add_argument("--steps", type=positive, default=60, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=positive, help="processes to start (default: one for each GPU, else 2)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=60, help="optimizer steps (default: %(default)s)"
+    )
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the demo and return the exit code: 0 when the sharded training equals the plain one, else 1.
+    """Run the demo and return the exit code: 0 when the sharded training equals the plain one, else
+    1.
 
     Raises:
-        ShardkitError: more ranks than GPUs, more steps than rounding leaves comparable, or a rank failed.
+        ShardkitError: more ranks than GPUs, more steps than rounding leaves comparable, or a rank
+            failed.
     """
     started, gpus = time.perf_counter(), torch.cuda.device_count()
     launched = "WORLD_SIZE" in os.environ  # by torchrun
     job = Job(int(os.environ.get("WORLD_SIZE", 0)) or options.ranks or gpus or 2, options.steps)
     if not launched and 0 < gpus < job.ranks:
-        raise ShardkitError(f"--ranks is {job.ranks}, and torch sees {gpus} GPUs. Set CUDA_VISIBLE_DEVICES= for CPUs.")
+        raise ShardkitError(
+            f"--ranks is {job.ranks}, and torch sees {gpus} GPUs. Set CUDA_VISIBLE_DEVICES= for CPUs."
+        )
     if job.steps > MOST_STEPS and not is_exact("cuda" if gpus else "cpu", job.ranks):
-        problem = f"--steps is {job.steps}, and gradients are summed in another order than without sharding"
-        raise ShardkitError(f"{problem}. Use at most {MOST_STEPS}, until which the rounding stays small.")
+        problem = (
+            f"--steps is {job.steps}, and gradients are summed in another order than without "
+            "sharding"
+        )
+        raise ShardkitError(
+            f"{problem}. Use at most {MOST_STEPS}, until which the rounding stays small."
+        )
     if launched:
         ensure_process_group()
     holds = train_and_compare(job) if launched else _on_ranks_of_our_own(job, gpus)
@@ -64,13 +81,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _on_ranks_of_our_own(job: Job, gpus: int) -> bool:
-    """Run on new processes, and print meanwhile what rank 0 says: a pool shows it at the end only."""
-    # A new process imports torch before shardkit, which keeps torch from saying that numpy is missing.
+    """Run on new processes, and print meanwhile what rank 0 says: a pool shows it at the end
+    only.
+    """
+    # A new process imports torch before shardkit, which keeps torch from saying that numpy is
+    # missing.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
     with tempfile.NamedTemporaryFile("r", prefix="shardkit-demo-") as output:
-        pool = RankPool(job.ranks, backend="nccl" if gpus else "gloo", timeout=24 * 3600)  # slow is not stuck
+        # slow is not stuck
+        pool = RankPool(job.ranks, backend="nccl" if gpus else "gloo", timeout=24 * 3600)
         with ThreadPoolExecutor(1) as thread, pool:  # an interrupt closes the pool first
-            done = thread.submit(pool.run, train_and_compare, replace(job, output=Path(output.name)))
+            done = thread.submit(
+                pool.run, train_and_compare, replace(job, output=Path(output.name))
+            )
             while not done.done():
                 print(output.read(), end="", flush=True)
                 wait([done], 0.1)
@@ -81,7 +104,8 @@ def _on_ranks_of_our_own(job: Job, gpus: int) -> bool:
 def leave(code: int) -> None:
     """Exit a rank of torchrun once all are done.
 
-    On a busy machine one in ten ordinary exits of any gloo script aborts with "terminate called ..." (torch 2.13).
+    On a busy machine one in ten ordinary exits of any gloo script aborts with "terminate called
+    ..." (torch 2.13).
     """
     dist.barrier()
     sys.stdout.flush()

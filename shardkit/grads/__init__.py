@@ -5,7 +5,6 @@ from shardkit.grads.accumulate import no_sync as no_sync
 from shardkit.grads.accumulate import reset_after_error as reset_after_error
 from shardkit.grads.accumulate import zero_grad as zero_grad
 from shardkit.grads.clip import clip_grad_norm_ as clip_grad_norm_
-from shardkit.grads.precision import set_reduce_precision as set_reduce_precision
 from shardkit.grads.scale import GradScaler as GradScaler
 from shardkit.grads.scale import global_token_count as global_token_count
 from shardkit.grads.scale import scale_grads_ as scale_grads_

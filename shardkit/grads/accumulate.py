@@ -33,11 +33,13 @@ def accumulate(
     keep_unsharded: bool | Literal["frozen"] | None = None,
     shard_gradients: bool = False,
 ) -> Iterator[None]:
-    """Run forward and backward of one micro-batch in this context; the last one reduces the gradients of all.
+    """Run forward and backward of one micro-batch in this context; the last one reduces the
+    gradients of all.
 
-    Local: it sets flags of FSDP modules and restores them on exit. Contexts nest; the innermost one decides. All ranks
-    must pass the same arguments, which decide the collectives; ``plan.collectives(micro_batches=k)`` counts them. With
-    P elements of parameters, N ranks that shard, and the sizes in bytes of ``param_dtype`` and ``reduce_dtype``:
+    Local: it sets flags of FSDP modules and restores them on exit. Contexts nest; the innermost one
+    decides. All ranks must pass the same arguments, which decide the collectives;
+    ``plan.collectives(micro_batches=k)`` counts them. With P elements of parameters, N ranks that
+    shard, and the sizes in bytes of ``param_dtype`` and ``reduce_dtype``:
 
     ===================================  =============================  ==========================================
     k micro-batches                      collectives of each unit       held by each rank between micro-batches
@@ -47,21 +49,25 @@ def accumulate(
     ``shard_gradients=True``             k reduce-scatters              P / N x reduce_dtype of gradients
     ===================================  =============================  ==========================================
 
-    A reduction is a reduce-scatter, and on an HSDP mesh one all-reduce. If the body raises, gradients are dropped; call
-    :func:`reset_after_error` before the next forward. ``shardkit.zero_grad(model)`` abandons a step.
+    A reduction is a reduce-scatter, and on an HSDP mesh one all-reduce. If the body raises,
+    gradients are dropped; call :func:`reset_after_error` before the next forward.
+    ``shardkit.zero_grad(model)`` abandons a step.
 
     Args:
-        model: an FSDP root, a part of one, or a module around several roots. Plain parameters accumulate as usual.
+        model: an FSDP root, a part of one, or a module around several roots. Plain parameters
+            accumulate as usual.
         last: whether this is the last micro-batch of the step, after which gradients are complete.
-        keep_unsharded: True gathers the parameters of each unit once for all micro-batches, so none may change in
-            between. False frees them after each backward. None keeps those with ``reshard_after_forward=False``;
-            ``"frozen"`` also those of units without a trained parameter, which have no gradients to hold.
-        shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between. If ranks use
-            different parameters in them, call torch's ``model.set_reduce_scatter_unused_params(True)`` first.
+        keep_unsharded: True gathers the parameters of each unit once for all micro-batches, so none
+            may change in between. False frees them after each backward. None keeps those with
+            ``reshard_after_forward=False``; ``"frozen"`` also those of units without a trained
+            parameter, which have no gradients to hold.
+        shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between.
+            If ranks use different parameters in them, call torch's
+            ``model.set_reduce_scatter_unused_params(True)`` first.
 
     Raises:
-        ShardkitError: ``optimizer_in_backward`` steps the parameters, ``model`` is not a module, or ``keep_unsharded``
-            is another string.
+        ShardkitError: ``optimizer_in_backward`` steps the parameters, ``model`` is not a module, or
+            ``keep_unsharded`` is another string.
 
     Examples:
         >>> for i, (inputs, targets) in enumerate(micro_batches):
@@ -71,8 +77,13 @@ def accumulate(
     check_module(model)
     note("accumulate", last=last, keep_unsharded=keep_unsharded, shard_gradients=shard_gradients)
     if steps_in_backward(sharded_parameters(model)):
-        problem = "is stepped by optimizer_in_backward as soon as there is a gradient, so none can be accumulated"
-        raise ShardkitError(message("model", problem, "", "Use one large batch, or an ordinary optimizer"))
+        problem = (
+            "is stepped by optimizer_in_backward as soon as there is a gradient, so none can be "
+            "accumulated"
+        )
+        raise ShardkitError(
+            message("model", problem, "", "Use one large batch, or an ordinary optimizer")
+        )
     if keep_unsharded not in (None, False, True, "frozen"):
         problem = f'must be True, False, None or "frozen", got {keep_unsharded!r}'
         raise ShardkitError(message("keep_unsharded", problem, "", ""))
@@ -97,17 +108,21 @@ def accumulate(
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Run backward without reducing gradients, as the method of FSDP1 and DDP: ``accumulate(model, last=False)``.
+    """Run backward without reducing gradients, as the method of FSDP1 and DDP: ``accumulate(model,
+    last=False)``.
 
-    Put the forward inside as well. The first backward outside reduces everything accumulated. Local.
+    Put the forward inside as well. The first backward outside reduces everything accumulated.
+    Local.
     """
     return accumulate(model, last=False)
 
 
 def zero_grad(model: nn.Module) -> None:
-    """Drop all gradients, also unreduced ones of backwards without sync, and free their memory. Local.
+    """Drop all gradients, also unreduced ones of backwards without sync, and free their memory.
+    Local.
 
-    torch does not keep those in the ``.grad`` of sharded parameters, where ``optimizer.zero_grad()`` looks.
+    torch does not keep those in the ``.grad`` of sharded parameters, where
+    ``optimizer.zero_grad()`` looks.
     """
     check_module(model)
     for unit in fsdp_units(model):
@@ -119,14 +134,15 @@ def zero_grad(model: nn.Module) -> None:
 def reset_after_error(model: nn.Module) -> None:
     """Make ``model`` ready for a new step after forward or backward raised.
 
-    Units are resharded, pending collectives waited for, and all gradients dropped, reduced or not (torch's
-    ``reset_iter_state`` leaves those of accumulation without sync, torch 2.13). The next step equals that of a model
-    that never failed. Restart the step at its first micro-batch, and call this after the ``except`` block, not inside,
-    where the traceback keeps activations alive.
+    Units are resharded, pending collectives waited for, and all gradients dropped, reduced or not
+    (torch's ``reset_iter_state`` leaves those of accumulation without sync, torch 2.13). The next
+    step equals that of a model that never failed. Restart the step at its first micro-batch, and
+    call this after the ``except`` block, not inside, where the traceback keeps activations alive.
 
-    Local. All ranks must call it, and must have failed at the same place: an error on one rank alone leaves the others
-    waiting in a collective, so let the process end, and restart from a checkpoint. Not undone: BatchNorm's statistics,
-    random states, parameters that an optimizer updated in backward, flags set by hand.
+    Local. All ranks must call it, and must have failed at the same place: an error on one rank
+    alone leaves the others waiting in a collective, so let the process end, and restart from a
+    checkpoint. Not undone: BatchNorm's statistics, random states, parameters that an optimizer
+    updated in backward, flags set by hand.
 
     Args:
         model: all FSDP roots that took part must be in it; a plain model only loses its gradients.
@@ -145,8 +161,13 @@ def reset_after_error(model: nn.Module) -> None:
     """
     if parts := modules_of_other_roots(model):
         names = {module: name or "(root)" for name, module in model.named_modules()}
-        problem = f"holds modules of an FSDP root outside of it: {listing(names[module] for module in parts)}"
-        raise ShardkitError(message("model", problem, "", "Pass the root, the module whose forward you call"))
+        problem = (
+            "holds modules of an FSDP root outside of it: "
+            f"{listing(names[module] for module in parts)}"
+        )
+        raise ShardkitError(
+            message("model", problem, "", "Pass the root, the module whose forward you call")
+        )
     for root in fsdp_roots(model):
         reset_iteration(root)
     zero_grad(model)

@@ -33,43 +33,56 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients in place so that their norm over all ranks is at most ``max_norm``.
 
-    As :func:`torch.nn.utils.clip_grad_norm_`: each gradient is multiplied by ``min(1, max_norm / (norm + 1e-6))``,
-    where the norm is that of all unsharded gradients as one vector.
+    As :func:`torch.nn.utils.clip_grad_norm_`: each gradient is multiplied by ``min(1, max_norm /
+    (norm + 1e-6))``, where the norm is that of all unsharded gradients as one vector.
 
-    **Collective**: every rank must call it with the same parameters, with or without gradients. It takes one all-reduce
-    of one float64 for each axis of the largest mesh that shards: one on a 1-D mesh and on HSDP, two for TP x FSDP.
-    Nothing waits for the device, except gradients offloaded to the CPU and ``error_if_nonfinite``.
+    **Collective**: every rank must call it with the same parameters, with or without gradients. It
+    takes one all-reduce of one float64 for each axis of the largest mesh that shards: one on a 1-D
+    mesh and on HSDP, two for TP x FSDP. Nothing waits for the device, except gradients offloaded to
+    the CPU and ``error_if_nonfinite``.
 
     Parameters may be on the largest mesh and on meshes inside it. Slices, such as ``mesh["dp"]`` of
-    ``mesh["dp", "tp"]``, hold the same parameters, which count once. Any other mesh of some of its ranks, such as an
-    expert's, holds parameters of its own, which all count. Plain gradients beside sharded ones (``ignored_params``)
-    count once: by the mean over the ranks of their p-th power sum (for p = inf, by their maximum). Both add the axes
-    that replicate to the all-reduces.
+    ``mesh["dp", "tp"]``, hold the same parameters, which count once. Any other mesh of some of its
+    ranks, such as an expert's, holds parameters of its own, which all count. Plain gradients beside
+    sharded ones (``ignored_params``) count once: by the mean over the ranks of their p-th power sum
+    (for p = inf, by their maximum). Both add the axes that replicate to the all-reduces.
 
     Args:
-        parameters: the model, or one tensor, or an iterable of them, DTensor and plain, on any devices. Prefer the
-            model: ``model.parameters()`` of a unit left unsharded yields parameters that have no gradients.
+        parameters: the model, or one tensor, or an iterable of them, DTensor and plain, on any
+            devices. Prefer the model: ``model.parameters()`` of a unit left unsharded yields
+            parameters that have no gradients.
         max_norm: the largest norm allowed, >= 0; inf returns the norm without clipping.
         norm_type: p > 0 of the p-norm, or inf for the largest absolute value.
-        error_if_nonfinite: raise on every rank for a norm of nan or inf, which otherwise makes gradients nan or zero.
-        group: ranks that hold different models, such as ``mesh["pp"].get_group()`` of pipeline stages: the norm is
-            that of all their gradients, by one more all-reduce.
+        error_if_nonfinite: raise on every rank for a norm of nan or inf, which otherwise makes
+            gradients nan or zero.
+        group: ranks that hold different models, such as ``mesh["pp"].get_group()`` of pipeline
+            stages: the norm is that of all their gradients, by one more all-reduce.
 
     Returns:
-        The norm before clipping: plain, without dimensions, equal on every rank, on the device of the largest mesh,
-        float32 (float64 if any parameter is). Without any DTensor it is torch's own.
+        The norm before clipping: plain, without dimensions, equal on every rank, on the device of
+        the largest mesh, float32 (float64 if any parameter is). Without any DTensor it is torch's
+        own.
 
     Raises:
-        ShardkitError: for a bad argument, ranks outside the largest mesh, a step in backward, ``error_if_nonfinite``.
+        ShardkitError: for a bad argument, ranks outside the largest mesh, a step in backward,
+            ``error_if_nonfinite``.
 
     Examples:
         >>> norm = clip_grad_norm_(model, max_norm=1.0)
     """
     p, limit, params = float(norm_type), float(max_norm), _parameters(parameters)
     if not p > 0:  # or nan
-        raise ShardkitError(message("norm_type", f"must be > 0 or inf, got {norm_type!r}", "", "Use 2.0, 1.0 or inf"))
+        raise ShardkitError(
+            message(
+                "norm_type", f"must be > 0 or inf, got {norm_type!r}", "", "Use 2.0, 1.0 or inf"
+            )
+        )
     if not limit >= 0:
-        raise ShardkitError(message("max_norm", f"must be at least 0, got {max_norm!r}", "", "Pass 1.0, for example"))
+        raise ShardkitError(
+            message(
+                "max_norm", f"must be at least 0, got {max_norm!r}", "", "Pass 1.0, for example"
+            )
+        )
     note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
     with plain_attributes():
         grads = [param.grad for param in params]
@@ -81,19 +94,28 @@ def clip_grad_norm_(
         raise ShardkitError(message("gradients", problem, "No gradient was changed", fix))
     # Also by a factor of 1: to look at it would wait for the device.
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for same in [*chain(*(each.kinds for each in buckets)), *steps.by_device_and_dtype([*plain, *partial])]:
+    for same in [
+        *chain(*(each.kinds for each in buckets)),
+        *steps.by_device_and_dtype([*plain, *partial]),
+    ]:
         steps.foreach_mul_(same, factor.to(same[0].device))
     return norm
 
 
 def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return each parameter once, in order; of a unit left unsharded the sharded ones, which have the gradients."""
+    """Return each parameter once, in order; of a unit left unsharded the sharded ones, which have
+    the gradients.
+    """
     if isinstance(parameters, (nn.Module, Tensor)):
-        return [parameters] if isinstance(parameters, Tensor) else list(sharded_parameters(parameters))
+        return (
+            [parameters] if isinstance(parameters, Tensor) else list(sharded_parameters(parameters))
+        )
     params = list(dict.fromkeys(parameters))
     if not params and isinstance(parameters, Iterator):
         problem = "is a generator that was read before"
-        raise ShardkitError(message("parameters", problem, "", "Pass the model, or call model.parameters() again"))
+        raise ShardkitError(
+            message("parameters", problem, "", "Pass the model, or call model.parameters() again")
+        )
     return params
 
 
@@ -113,11 +135,17 @@ class _Bucket:
     def axes(self, *, sharding: bool) -> list[dist.ProcessGroup]:
         """Return the axes that shard, or those that do not."""
         axes = zip(self.mesh.get_all_groups(), self.placements, strict=True)
-        return [axis for axis, place in axes if axis.size() > 1 and place.is_replicate() is not sharding]
+        return [
+            axis for axis, place in axes if axis.size() > 1 and place.is_replicate() is not sharding
+        ]
 
 
 def _total_norm(
-    params: list[Tensor], buckets: list[_Bucket], plain: list[Tensor], p: float, group: dist.ProcessGroup | None
+    params: list[Tensor],
+    buckets: list[_Bucket],
+    plain: list[Tensor],
+    p: float,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
     if buckets:
         has_plain = any(not isinstance(param, DTensor) for param in params)
@@ -125,22 +153,35 @@ def _total_norm(
     elif group is None:
         return nn.utils.get_total_norm(plain, p)
     else:
-        total = _power_sum(steps.by_device_and_dtype(plain), p, torch.device(collective_device(group)))
+        total = _power_sum(
+            steps.by_device_and_dtype(plain), p, torch.device(collective_device(group))
+        )
     if group is not None:
         total = _all_reduced(total, p, [group])
     doubles = not {torch.float64, torch.complex128}.isdisjoint(map(attrgetter("dtype"), params))
-    return (total if p == math.inf else total.pow(1 / p)).to(torch.float64 if doubles else torch.float32)
+    return (total if p == math.inf else total.pow(1 / p)).to(
+        torch.float64 if doubles else torch.float32
+    )
 
 
-def _split(params: list[Any], grads: list[Tensor | None]) -> tuple[list[_Bucket], list[Tensor], list[Tensor]]:
-    """Return a bucket for each mesh that this rank is in and its placements, also without gradients; the plain ones.
+def _split(
+    params: list[Any], grads: list[Tensor | None]
+) -> tuple[list[_Bucket], list[Tensor], list[Tensor]]:
+    """Return a bucket for each mesh that this rank is in and its placements, also without
+    gradients; the plain ones.
 
-    And the memory of those that are Partial, as tensor parallelism leaves them: buckets have their sums, as copies.
+    And the memory of those that are Partial, as tensor parallelism leaves them: buckets have their
+    sums, as copies.
     """
-    if steps.steps_in_backward(param for param, grad in zip(params, grads, strict=True) if grad is None):
+    if steps.steps_in_backward(
+        param for param, grad in zip(params, grads, strict=True) if grad is None
+    ):
         problem = "are stepped in backward, after which they have no gradients"
         rule = "A norm of all gradients needs all of them at once"
-        fix = "Do not clip, or use an optimizer that steps after backward instead of optimizer_in_backward"
+        fix = (
+            "Do not clip, or use an optimizer that steps after backward instead of "
+            "optimizer_in_backward"
+        )
         raise ShardkitError(message("parameters", problem, rule, fix))
     buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Bucket] = {}
     bucket: _Bucket | None = None
@@ -148,7 +189,9 @@ def _split(params: list[Any], grads: list[Tensor | None]) -> tuple[list[_Bucket]
 
     def summed(grad: DTensor, param: Any) -> Tensor:
         partial.append(local_tensor(grad))
-        return steps.redistributed(grad, param).clone()  # which a mesh of one rank may return as it is
+        return steps.redistributed(
+            grad, param
+        ).clone()  # which a mesh of one rank may return as it is
 
     layouts = steps.placements_of(params)
     parts = steps.local_tensors(grads, params, layouts, summed)
@@ -156,53 +199,78 @@ def _split(params: list[Any], grads: list[Tensor | None]) -> tuple[list[_Bucket]
         if layout is not None:
             mesh = steps.mesh_of(param)
             if bucket is None or mesh is not bucket.mesh or layout != bucket.placements:
-                bucket = buckets.setdefault((mesh, layout), _Bucket(mesh, layout))  # to hash all would cost more
+                # to hash all would cost more
+                bucket = buckets.setdefault((mesh, layout), _Bucket(mesh, layout))
         if part is not None:
             (plain if layout is None or bucket is None else bucket.grads).append(part)
-    return [each for each in buckets.values() if each.mesh.get_coordinate() is not None], plain, partial
+    return (
+        [each for each in buckets.values() if each.mesh.get_coordinate() is not None],
+        plain,
+        partial,
+    )
 
 
 def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p: float) -> Tensor:
     """Return the p-th power of the norm over all ranks of the parameters' meshes. Collective."""
     largest = max(buckets, key=lambda bucket: bucket.mesh.size())
     groups = largest.mesh.get_all_groups()
-    parts = [each for each in buckets if each is not largest and not set(each.mesh.get_all_groups()) <= set(groups)]
-    ranks = {each: sorted(each.mesh.mesh.flatten().tolist()) for each in ([largest, *parts] if parts else ())}
+    parts = [
+        each
+        for each in buckets
+        if each is not largest and not set(each.mesh.get_all_groups()) <= set(groups)
+    ]
+    ranks = {
+        each: sorted(each.mesh.mesh.flatten().tolist())
+        for each in ([largest, *parts] if parts else ())
+    }
     if outside := [each for each in ranks.values() if not set(each) <= set(ranks[largest])]:
         problem = f"are on a mesh of ranks {outside[0]} and on one of ranks {ranks[largest]}"
         rule = "The norm is summed over the largest mesh and the meshes inside it"
         fix = "Slice both from one mesh, or clip the parameters of each mesh by themselves"
         raise ShardkitError(message("parameters", problem, rule, fix))
-    # The axes to sum over must not depend on what only some ranks have, or the others would not join.
+    # The axes to sum over must not depend on what only some ranks have, or the others would not
+    # join.
     used = {axis for each in buckets if each not in parts for axis in each.axes(sharding=True)}
-    axes = tuple(axis for axis in groups if axis.size() > 1 and (has_plain or parts or axis in used))
+    axes = tuple(
+        axis for axis in groups if axis.size() > 1 and (has_plain or parts or axis in used)
+    )
 
     def share(kinds: list[list[Tensor]], copies: Iterable[dist.ProcessGroup]) -> Tensor:
-        """What this rank adds to the sum, which counts each element as often as there are copies."""
+        """What this rank adds to the sum, which counts each element as often as there are
+        copies.
+        """
         power = _power_sum(kinds, p, device_of(largest.mesh))
         return power if p == math.inf else power / math.prod(axis.size() for axis in copies)
 
     powers = [share(steps.by_device_and_dtype(plain), axes)] if plain else []
     for each in buckets:
-        is_own = each in parts  # otherwise the ranks along an axis that does not shard it hold the same
-        copies = each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
+        # otherwise the ranks along an axis that does not shard it hold the same
+        is_own = each in parts
+        copies = (
+            each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
+        )
         powers.append(share(each.kinds, copies))
     stacked = torch.stack(powers)
     return _all_reduced(stacked.max() if p == math.inf else stacked.sum(), p, axes)
 
 
 def _power_sum(kinds: list[list[Tensor]], p: float, device: torch.device) -> Tensor:
-    """Return the sum of ``|g| ** p`` over this rank's elements, or for p = inf the largest ``|g|``: float64, 0-d.
+    """Return the sum of ``|g| ** p`` over this rank's elements, or for p = inf the largest ``|g|``:
+    float64, 0-d.
 
-    Each tensor's own norm is float32 as in torch. Across tensors and ranks, float64 keeps squares from overflowing,
-    and the order of the sum below the last bit of the float32 result.
+    Each tensor's own norm is float32 as in torch. Across tensors and ranks, float64 keeps squares
+    from overflowing, and the order of the sum below the last bit of the float32 result.
     """
     norms = [torch.zeros(1, dtype=torch.float64, device=device)]
     for same in kinds:
         if p == math.inf:
-            same = [grad for grad in same if grad.numel()] or [same[0].new_zeros(1)]  # an empty shard has no largest
+            same = [grad for grad in same if grad.numel()] or [
+                same[0].new_zeros(1)
+            ]  # an empty shard has no largest
         dtype = torch.promote_types(same[0].dtype, torch.float32)
-        norms.append(torch.stack(steps.foreach_norm(same, p, dtype=dtype)).to(device, torch.float64))
+        norms.append(
+            torch.stack(steps.foreach_norm(same, p, dtype=dtype)).to(device, torch.float64)
+        )
     flat = torch.cat(norms)
     return flat.max() if p == math.inf else flat.pow(p).sum()
 
@@ -212,8 +280,8 @@ def _all_reduced(value: Tensor, p: float, axes: Iterable[dist.ProcessGroup]) -> 
         for axis in axes:
             dist.all_reduce(value, group=axis)
         return value
-    # The maximum of gloo and NCCL may lose a nan. Floats that are not negative are ordered like their bits
-    # read as integers, with nan above inf, so the maximum of the bits keeps it.
+    # The maximum of gloo and NCCL may lose a nan. Floats that are not negative are ordered like
+    # their bits read as integers, with nan above inf, so the maximum of the bits keeps it.
     bits = value.abs().view(torch.int64)
     for axis in axes:
         dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=axis)

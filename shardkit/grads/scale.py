@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import named_sharded_parameters
-from shardkit._torch.steps import UnscalingGradScaler, amp_unscale_, by_device_and_dtype, foreach_mul_
+from shardkit._torch.steps import (
+    UnscalingGradScaler,
+    amp_unscale_,
+    by_device_and_dtype,
+    foreach_mul_,
+)
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import device_type, note
 from shardkit.runtime.means import divisor, reduce_groups, reduce_size
@@ -23,17 +28,18 @@ from shardkit.runtime.means import divisor, reduce_groups, reduce_size
 def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     """Return the sum of ``num_tokens`` over the ranks that reduce the model's gradients.
 
-    **Collective**: one all-reduce of 8 bytes; two on an HSDP mesh that is not the whole world; none for a plain
-    model or one rank. Nothing waits for the device.
+    **Collective**: one all-reduce of 8 bytes; two on an HSDP mesh that is not the whole world; none
+    for a plain model or one rank. Nothing waits for the device.
 
     Args:
-        num_tokens: the tokens in this rank's loss, over all of its micro-batches, such as ``(labels != -100).sum()``;
-            or the sum of their weights. It may be 0.
-        model: sharded. Tensor-parallel ranks, which hold the same tokens, are not counted twice. If parts are on meshes
-            of different sizes (experts), the ranks of the largest are counted.
+        num_tokens: the tokens in this rank's loss, over all of its micro-batches, such as ``(labels
+            != -100).sum()``; or the sum of their weights. It may be 0.
+        model: sharded. Tensor-parallel ranks, which hold the same tokens, are not counted twice. If
+            parts are on meshes of different sizes (experts), the ranks of the largest are counted.
 
     Returns:
-        A tensor without dimensions on the mesh's device, equal on these ranks: int64, or float64 for weights.
+        A tensor without dimensions on the mesh's device, equal on these ranks: int64, or float64
+        for weights.
 
     Raises:
         ShardkitError: ``num_tokens`` has dimensions.
@@ -43,7 +49,9 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     """
     count = torch.as_tensor(num_tokens).detach()
     if count.ndim:
-        problem = f"must be one number, the count of this rank's tokens, got shape {tuple(count.shape)}"
+        problem = (
+            f"must be one number, the count of this rank's tokens, got shape {tuple(count.shape)}"
+        )
         raise ShardkitError(message("num_tokens", problem, "", "Pass its sum()"))
     dtype = torch.float64 if count.is_floating_point() else torch.int64
     note("global_token_count")
@@ -59,12 +67,14 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
 
 
 def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Tensor:
-    """Scale a sum over this rank's tokens so that gradients are those of the mean over the tokens of all ranks.
+    """Scale a sum over this rank's tokens so that gradients are those of the mean over the tokens
+    of all ranks.
 
-    The result is ``loss * divisor / num_tokens``, where ``divisor`` is what torch divides reduced gradients by: the
-    ranks on the model's mesh for FSDP and HSDP, or 1 after ``set_gradient_reduction(model, "sum")``. Call it for each
-    micro-batch with the count of all. Local, pure, no host sync. Under fp16 call ``scaler.scale(scale_loss(...))``
-    with a sum of float32 losses; a sum in fp16 overflows.
+    The result is ``loss * divisor / num_tokens``, where ``divisor`` is what torch divides reduced
+    gradients by: the ranks on the model's mesh for FSDP and HSDP, or 1 after
+    ``set_gradient_reduction(model, "sum")``. Call it for each micro-batch with the count of all.
+    Local, pure, no host sync. Under fp16 call ``scaler.scale(scale_loss(...))`` with a sum of
+    float32 losses; a sum in fp16 overflows.
 
     Args:
         loss: the sum, not the mean, over the tokens of this rank's micro-batch.
@@ -72,11 +82,12 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
         model: as given to ``global_token_count``.
 
     Returns:
-        The scaled loss, float32 at least. To log the mean, divide the loss by ``num_tokens`` and sum over ranks.
+        The scaled loss, float32 at least. To log the mean, divide the loss by ``num_tokens`` and
+        sum over ranks.
 
     Raises:
-        ShardkitError: trainable units divide by different numbers, because their meshes differ in size, or
-            torch's ``set_gradient_divide_factor`` was called on some of them only.
+        ShardkitError: trainable units divide by different numbers, because their meshes differ in
+            size, or torch's ``set_gradient_divide_factor`` was called on some of them only.
 
     Examples:
         >>> loss = F.cross_entropy(model(inputs), labels, ignore_index=-100, reduction="sum")
@@ -88,14 +99,17 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
 
 @torch.no_grad()
 def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
-    """Scale all gradients in place as :func:`scale_loss` scales a loss, when tokens are counted after backward.
+    """Scale all gradients in place as :func:`scale_loss` scales a loss, when tokens are counted
+    after backward.
 
-    Call it once after the last backward, then clip and step. Local, no host sync. If the count is known first, prefer
-    ``scale_loss``, with the same errors: gradients of sums are larger, which fp16 cannot hold. Gradients of
-    ``ignored_params`` are scaled too: reduce them to the mean over ranks, as FSDP does, before or after.
+    Call it once after the last backward, then clip and step. Local, no host sync. If the count is
+    known first, prefer ``scale_loss``, with the same errors: gradients of sums are larger, which
+    fp16 cannot hold. Gradients of ``ignored_params`` are scaled too: reduce them to the mean over
+    ranks, as FSDP does, before or after.
 
     Args:
-        num_tokens, model: as for ``scale_loss``; the gradients are complete, so after ``accumulate(model, last=True)``.
+        num_tokens, model: as for ``scale_loss``; the gradients are complete, so after
+            ``accumulate(model, last=True)``.
     """
     for grads in by_device_and_dtype(param.grad for _, param in named_sharded_parameters(model)):
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
@@ -103,21 +117,27 @@ def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
 
 
 def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) -> None:
-    """Let every unit of ``model`` reduce gradients to their sum over ranks, or to their mean as torch does.
+    """Let every unit of ``model`` reduce gradients to their sum over ranks, or to their mean as
+    torch does.
 
-    Use the sum for experts that you sharded on a mesh of their own: they are reduced over fewer ranks than the rest, so
-    the means differ. ``shard_model`` makes them equal. Local; all ranks must make the same call. torch's
-    ``set_gradient_divide_factor`` sets one unit, and needs NCCL.
+    Use the sum for experts that you sharded on a mesh of their own: they are reduced over fewer
+    ranks than the rest, so the means differ. ``shard_model`` makes them equal. Local; all ranks
+    must make the same call. torch's ``set_gradient_divide_factor`` sets one unit, and needs NCCL.
 
     Args:
         model: sharded, a root or a part of one.
-        reduction: "sum", or "mean" to go back. With ``reduce_dtype=torch.float16`` a sum may overflow.
+        reduction: "sum", or "mean" to go back. With ``reduce_dtype=torch.float16`` a sum may
+            overflow.
 
     Raises:
         ShardkitError: another ``reduction``.
     """
     if reduction not in ("mean", "sum"):
-        raise ShardkitError(message("reduction", f'must be "mean" or "sum", got {reduction!r}', "", "Pass one of them"))
+        raise ShardkitError(
+            message(
+                "reduction", f'must be "mean" or "sum", got {reduction!r}', "", "Pass one of them"
+            )
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0 if reduction == "sum" else None)  # type: ignore[arg-type]
@@ -126,13 +146,22 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
 
 
 def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return what to multiply sums by: what every trainable unit divides by (1 if plain), per token."""
+    """Return what to multiply sums by: what every trainable unit divides by (1 if plain), per
+    token.
+    """
     count = torch.as_tensor(num_tokens)
-    units = [unit for unit in fsdp_units(model) if any(p.sharded_param.requires_grad for p in unit.fsdp_params)]
+    units = [
+        unit
+        for unit in fsdp_units(model)
+        if any(p.sharded_param.requires_grad for p in unit.fsdp_params)
+    ]
     divisors = [divisor(unit) for unit in units] or [1.0]
     if len(set(divisors)) > 1:
         names = {module: name or "(root)" for name, module in model.named_modules()}
-        each = [f"{names[unit.modules[0]]} by {number:g}" for unit, number in zip(units, divisors, strict=True)]
+        each = [
+            f"{names[unit.modules[0]]} by {number:g}"
+            for unit, number in zip(units, divisors, strict=True)
+        ]
         problem = f"has units that divide gradients by different numbers: {listing(each)}"
         rule = "One scale of the loss is right for all units only if they divide by the same number"
         fix = 'Call set_gradient_reduction(model, "sum") once, after sharding'
@@ -141,21 +170,23 @@ def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) ->
 
 
 class GradScaler(UnscalingGradScaler):
-    """``torch.amp.GradScaler`` for gradients on any meshes and devices: an inf on one rank skips the step on all.
+    """``torch.amp.GradScaler`` for gradients on any meshes and devices: an inf on one rank skips
+    the step on all.
 
-    A gradient that overflows ends up in the shard of one rank, and all must skip that step. torch's own scaler does so
-    for DTensors of one mesh; on two meshes (tensor parallel beside plain FSDP) ranks diverge silently, a plain
-    parameter beside DTensors is an error, and a rank without gradients a hang (torch 2.13). Use it in the same way,
-    with any optimizer, and :func:`clip_grad_norm_` between ``unscale_`` and ``step``.
+    A gradient that overflows ends up in the shard of one rank, and all must skip that step. torch's
+    own scaler does so for DTensors of one mesh; on two meshes (tensor parallel beside plain FSDP)
+    ranks diverge silently, a plain parameter beside DTensors is an error, and a rank without
+    gradients a hang (torch 2.13). Use it in the same way, with any optimizer, and
+    :func:`clip_grad_norm_` between ``unscale_`` and ``step``.
 
-    ``unscale_``, or a ``step`` without it, is **collective**: one all-reduce of 4 bytes for each axis of the meshes of
-    the optimizer's parameters. All ranks must call it with their optimizers in the same order. As in torch, ``step``
-    waits for the device, except with fused optimizers.
+    ``unscale_``, or a ``step`` without it, is **collective**: one all-reduce of 4 bytes for each
+    axis of the meshes of the optimizer's parameters. All ranks must call it with their optimizers
+    in the same order. As in torch, ``step`` waits for the device, except with fused optimizers.
 
     Args:
         device: of the loss; None is the accelerator's type, or "cpu" where there is none.
-        args, kwargs: as for torch's, ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``,
-            ``enabled``.
+        args, kwargs: as for torch's, ``init_scale``, ``growth_factor``, ``backoff_factor``,
+            ``growth_interval``, ``enabled``.
 
     Examples:
         >>> scaler = GradScaler()
@@ -170,13 +201,20 @@ class GradScaler(UnscalingGradScaler):
         super().__init__(device or device_type(), *args, **kwargs)
 
     @torch.no_grad()
-    def unscale_grads(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Tensor:
-        """Unscale this rank's shards in place; 1.0 on every rank if any of them found inf or nan, else 0.0."""
+    def unscale_grads(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Tensor:
+        """Unscale this rank's shards in place; 1.0 on every rank if any of them found inf or nan,
+        else 0.0.
+        """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
             rule = "Unscaling in float16 loses small values"
-            fix = "Keep parameters in float32, and compute in fp16 by MixedPrecisionPolicy(param_dtype=torch.float16)"
+            fix = (
+                "Keep parameters in float32, and compute in fp16 by "
+                "MixedPrecisionPolicy(param_dtype=torch.float16)"
+            )
             raise ShardkitError(message("optimizer", "has gradients in float16", rule, fix))
         device = found_inf.device
         for local in by_device_and_dtype(grads):
@@ -184,8 +222,14 @@ class GradScaler(UnscalingGradScaler):
             amp_unscale_(local, found, inv_scale.to(found.device))
             found_inf = torch.maximum(found_inf, found.to(device))
         meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-        axes = {group: mesh.device_type for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1}
+        axes = {
+            group: mesh.device_type
+            for mesh in meshes
+            for group in mesh.get_all_groups()
+            if group.size() > 1
+        }
         for group, mesh_device in axes.items():
-            found_inf = found_inf.to(mesh_device)  # where the mesh reduces: offloaded shards are elsewhere
+            # where the mesh reduces: offloaded shards are elsewhere
+            found_inf = found_inf.to(mesh_device)
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
         return found_inf.to(device)

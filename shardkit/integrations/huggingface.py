@@ -1,7 +1,8 @@
 """accelerate, and the trainers on it: transformers' Trainer, and TRL's.
 
-On several ranks accelerate would wrap a sharded model in DDP; with FSDP2's distributed type ``prepare`` would shard it
-and rebuild the optimizer. All else that it does with that type is right: ``no_sync``, clipping, state dicts.
+On several ranks accelerate would wrap a sharded model in DDP; with FSDP2's distributed type
+``prepare`` would shard it and rebuild the optimizer. All else that it does with that type is right:
+``no_sync``, clipping, state dicts.
 """
 
 from __future__ import annotations
@@ -26,26 +27,31 @@ _OURS = "of_shardkit"  # marks the plugin: accelerate's state outlives an Accele
 
 
 def keep_sharded(runner: Runner) -> Runner:
-    """Make accelerate leave sharded models as they are. In place, local, once; before anything is prepared.
+    """Make accelerate leave sharded models as they are. In place, local, once; before anything is
+    prepared.
 
-    A model that transformers has sharded (``DistributedConfig``) is passed first, before ``Trainer(...)``, which would
-    refuse to save what resuming needs: ``trainer = keep_sharded(Trainer(keep_sharded(model), args, ...))``.
+    A model that transformers has sharded (``DistributedConfig``) is passed first, before
+    ``Trainer(...)``, which would refuse to save what resuming needs: ``trainer =
+    keep_sharded(Trainer(keep_sharded(model), args, ...))``.
 
-    ``prepare`` then accepts models sharded with FSDP2 and no others, and wraps nothing around them. torch's
-    element-wise optimizers step on local shards; Muon and Adafactor on whole matrices; any other steps DTensors.
-    Accumulation, clipping, evaluation and ``save_state`` work as with accelerate's own FSDP2. Checkpoints are full:
-    rank 0 gathers model and optimizer state in CPU memory. Resume on any number of ranks.
+    ``prepare`` then accepts models sharded with FSDP2 and no others, and wraps nothing around them.
+    torch's element-wise optimizers step on local shards; Muon and Adafactor on whole matrices; any
+    other steps DTensors. Accumulation, clipping, evaluation and ``save_state`` work as with
+    accelerate's own FSDP2. Checkpoints are full: rank 0 gathers model and optimizer state in CPU
+    memory. Resume on any number of ranks.
 
     Args:
-        runner: an ``accelerate.Accelerator``, or a trainer that has one: transformers' ``Trainer``, TRL's; or a model.
+        runner: an ``accelerate.Accelerator``, or a trainer that has one: transformers' ``Trainer``,
+            TRL's; or a model.
 
     Returns:
         The same object.
 
     Raises:
-        ShardkitError: accelerate is also told to shard (``fsdp=``, DeepSpeed), or runs another number of processes than
-            the process group, or in fp16; the model is not sharded, or split in other ways too. ``prepare`` raises it
-            for a model that is not sharded, or computes in another dtype than ``bf16=True`` asks for.
+        ShardkitError: accelerate is also told to shard (``fsdp=``, DeepSpeed), or runs another
+            number of processes than the process group, or in fp16; the model is not sharded, or
+            split in other ways too. ``prepare`` raises it for a model that is not sharded, or
+            computes in another dtype than ``bf16=True`` asks for.
     """
     if isinstance(runner, nn.Module):
         _take_over(runner)
@@ -62,16 +68,30 @@ def keep_sharded(runner: Runner) -> Runner:
 
 
 def _take_over(model: nn.Module) -> None:
-    """Let transformers forget that it has sharded the model, so that its Trainer saves and loads as for ours."""
+    """Let transformers forget that it has sharded the model, so that its Trainer saves and loads as
+    for ours.
+    """
     if not isinstance(model, FSDPModule):
         raise ShardkitError(_not_sharded(model))
     config: Any = model.config
     sizes = getattr(config, "distributed_config", None)
-    plain = [name for name, each in model.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+    plain = [
+        name
+        for name, each in model.named_parameters()
+        if each.requires_grad and not isinstance(each, DTensor)
+    ]
     if sizes is not None and (plain or sizes.tp_size * sizes.pp_size * sizes.ep_size > 1):
-        problem = f"trains plain parameters: {listing(plain, 4)}" if plain else f"is split by more than FSDP: {sizes}"
-        fix = "Pass a model with fsdp_size= and dp_replicate_size= alone, and adapters to shard_model"
-        raise ShardkitError(message(type(model).__name__, problem, "keep_sharded leaves reductions to FSDP2", fix))
+        problem = (
+            f"trains plain parameters: {listing(plain, 4)}"
+            if plain
+            else f"is split by more than FSDP: {sizes}"
+        )
+        fix = (
+            "Pass a model with fsdp_size= and dp_replicate_size= alone, and adapters to shard_model"
+        )
+        raise ShardkitError(
+            message(type(model).__name__, problem, "keep_sharded leaves reductions to FSDP2", fix)
+        )
     vars(model)["_is_distributed_loading_by_transformers"] = False
     config.distributed_config = None
 
@@ -87,18 +107,33 @@ def _accelerator_of(runner: object) -> Any:
 
 
 def _check(runner: object, accelerator: Any) -> None:
-    """Raise ShardkitError where accelerate would do something else than train FSDP2 models on all ranks."""
+    """Raise ShardkitError where accelerate would do something else than train FSDP2 models on all
+    ranks.
+    """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     asked = getattr(getattr(runner, "args", None), "fsdp", None)
-    kind, ranks = accelerator.distributed_type.value, dist.get_world_size() if dist.is_initialized() else 1
-    if asked or (plugin is not None and not hasattr(plugin, _OURS)) or kind in ("DEEPSPEED", "MEGATRON_LM"):
+    kind, ranks = (
+        accelerator.distributed_type.value,
+        dist.get_world_size() if dist.is_initialized() else 1,
+    )
+    if (
+        asked
+        or (plugin is not None and not hasattr(plugin, _OURS))
+        or kind in ("DEEPSPEED", "MEGATRON_LM")
+    ):
         problem = "is told to shard too, and shard_model has sharded the model"
         fix = "Remove fsdp= or deepspeed= and ACCELERATE_USE_FSDP, and launch with torchrun"
     elif accelerator.num_processes != ranks:
-        problem = f"trains on {accelerator.num_processes} processes, and the process group has {ranks} ranks"
+        problem = (
+            f"trains on {accelerator.num_processes} processes, and the process group has {ranks} "
+            "ranks"
+        )
         fix = "On CPUs pass use_cpu=True to TrainingArguments, or cpu=True to Accelerator"
     elif accelerator.mixed_precision not in ("no", "bf16"):
-        problem = f"has mixed_precision={accelerator.mixed_precision!r}, whose scaler does not agree between ranks"
+        problem = (
+            f"has mixed_precision={accelerator.mixed_precision!r}, whose scaler does not agree "
+            "between ranks"
+        )
         fix = "Use bf16, or shardkit.GradScaler in a loop of your own"
     else:
         return
@@ -110,11 +145,19 @@ def _set_fsdp2(accelerator: Any) -> None:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     # What matters of what it would read from the environment.
-    off = dict.fromkeys(("cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"), False)
+    off = dict.fromkeys(
+        ("cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"), False
+    )
     kinds = {"auto_wrap_policy": "NO_WRAP", "state_dict_type": "FULL_STATE_DICT"}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, **off, **kinds)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, **off, **kinds
+    )
     setattr(plugin, _OURS, True)
-    for state in (PartialState(), accelerator.state):  # the constructor's fsdp_plugin= has no effect on CPUs
+    # the constructor's fsdp_plugin= has no effect on CPUs
+    for state in (
+        PartialState(),
+        accelerator.state,
+    ):
         state.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = plugin
 
@@ -122,7 +165,8 @@ def _set_fsdp2(accelerator: Any) -> None:
 def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None = None) -> Any:
     """``Accelerator.prepare`` for sharded models, by its public methods for each kind of object.
 
-    accelerate's own pairs the optimizer's parameters by addresses, which empty shards have in common.
+    accelerate's own pairs the optimizer's parameters by addresses, which empty shards have in
+    common.
     """
     for each in args:
         if isinstance(each, nn.Module):
@@ -138,7 +182,8 @@ def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None =
             each = accelerator.prepare_optimizer(_without_dtensors(each), device_placement=place)
         prepared.append(each)
     for index, each in enumerate(prepared):
-        if isinstance(each, torch.optim.lr_scheduler.LRScheduler):  # last: it looks for its prepared optimizer
+        # last: it looks for its prepared optimizer
+        if isinstance(each, torch.optim.lr_scheduler.LRScheduler):
             prepared[index] = accelerator.prepare_scheduler(each)
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
@@ -146,10 +191,14 @@ def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None =
 def _without_dtensors(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Let it step without DTensors if it is known to be able to, and does not yet."""
     kind = type(optimizer)
-    steps = any(getattr(kind, way, False) for way in ("steps_on_local_shards", "steps_on_whole_matrices"))
+    steps = any(
+        getattr(kind, way, False) for way in ("steps_on_local_shards", "steps_on_whole_matrices")
+    )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not steps and any(isinstance(param, DTensor) for param in params):
-        by_matrix = kind.__name__ in ("Muon", "Adafactor") and kind.__module__.startswith(("torch.", "transformers."))
+        by_matrix = kind.__name__ in ("Muon", "Adafactor") and kind.__module__.startswith(
+            ("torch.", "transformers.")
+        )
         with suppress(ShardkitError):  # others step on DTensors
             return (step_on_whole_matrices if by_matrix else step_on_local_shards)(optimizer)
     return optimizer
@@ -162,8 +211,14 @@ def _check_model(accelerator: Any, model: nn.Module) -> None:
     if accelerator.mixed_precision == "bf16" and torch.bfloat16 not in dtypes:
         problem = f"is bf16, and the model computes in {', '.join(sorted(map(str, dtypes)))}"
         rule = "The plan sets the dtype of a sharded model; accelerate's autocast is off"
-        policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-        raise ShardkitError(message("mixed_precision", problem, rule, f"Pass {policy} to shard_model, or bf16=False"))
+        policy = (
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+        raise ShardkitError(
+            message(
+                "mixed_precision", problem, rule, f"Pass {policy} to shard_model, or bf16=False"
+            )
+        )
 
 
 def _not_sharded(model: nn.Module) -> str:
@@ -176,13 +231,17 @@ _CALLS = ("merge", "unmerge")
 
 
 def refuse_merges(model: nn.Module) -> None:
-    """Make adapter layers refuse to merge or unmerge while their parameters are sharded. Local, in place.
+    """Make adapter layers refuse to merge or unmerge while their parameters are sharded. Local, in
+    place.
 
-    These are modules with ``merge()``, ``unmerge()`` and ``merged``, as peft's. Some methods, such as DoRA and IA3,
-    assign ``weight.data``, which torch does not carry over to the shards of a DTensor: the result is the base.
+    These are modules with ``merge()``, ``unmerge()`` and ``merged``, as peft's. Some methods, such
+    as DoRA and IA3, assign ``weight.data``, which torch does not carry over to the shards of a
+    DTensor: the result is the base.
     """
     for name, module in model.named_modules():
-        if all(callable(getattr(type(module), call, None)) for call in _CALLS) and hasattr(module, "merged"):
+        if all(callable(getattr(type(module), call, None)) for call in _CALLS) and hasattr(
+            module, "merged"
+        ):
             for call in _CALLS:
                 setattr(module, call, partial(_on_full, module, name, call))
 
@@ -190,6 +249,11 @@ def refuse_merges(model: nn.Module) -> None:
 def _on_full(module: nn.Module, name: str, call: str, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(param, DTensor) for param in module.parameters()):
         rule = "Merging assigns weight.data, which does not reach the shards of a DTensor"
-        fix = "Call it inside `with shardkit.full_params(model, writeback=True):`, for the model or layer by layer"
-        raise ShardkitError(message(f"{name}.{call}", "cannot run while its parameters are sharded", rule, fix))
+        fix = (
+            "Call it inside `with shardkit.full_params(model, writeback=True):`, for the model "
+            "or layer by layer"
+        )
+        raise ShardkitError(
+            message(f"{name}.{call}", "cannot run while its parameters are sharded", rule, fix)
+        )
     return getattr(type(module), call)(module, *args, **kwargs)

@@ -1,10 +1,8 @@
-"""Estimate the memory of a rank under each strategy, find a plan for a memory budget, and compare with measurements."""
+"""Estimate the memory of a rank under each strategy, find a plan for a memory budget."""
 
 from shardkit.memory.budget import BudgetPlan as BudgetPlan
 from shardkit.memory.budget import plan_for_budget as plan_for_budget
 from shardkit.memory.estimate import MemoryEstimate as MemoryEstimate
 from shardkit.memory.estimate import estimate as estimate
-from shardkit.memory.report import MemoryReport as MemoryReport
-from shardkit.memory.report import memory_report as memory_report
 from shardkit.memory.timeline import OPTIMIZERS as OPTIMIZERS
 from shardkit.memory.timeline import Prediction as Prediction

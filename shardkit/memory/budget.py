@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.estimate import Step, base_plan, changed, resharded, with_checkpoints
+from shardkit.memory.estimate import Step, changed, resharded, with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes, Prediction
 from shardkit.memory.trace import Loss
-from shardkit.plan import MeshSpec, ShardingPlan
+from shardkit.plan import ShardingPlan
 from shardkit.plan.check import unit_inside
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
@@ -28,20 +26,29 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True)
 class BudgetPlan(Prediction):
-    """The chosen plan; prints as a table of all that were ``weighed``, in order, whose last one is the choice."""
+    """The chosen plan; prints as a table of all that were ``weighed``, in order, whose last one is
+    the choice.
+    """
 
     weighed: tuple[Prediction, ...]
-    budget: int  # bytes of each rank's GPU
-    reserved: int  # those of them that the plan may not use
+    limit: int  # bytes that the plan may use
 
     def __str__(self) -> str:
-        peak, limit = self.peak.total, self.budget - self.reserved
-        of = f" ({_less(self.budget, self.reserved)})" if self.reserved else ""
-        answer = f"fits in {nbytes(limit)}{of}: {self.name}; peak {nbytes(peak)}, {nbytes(limit - peak)} free"
+        peak = self.peak.total
+        answer = (
+            f"fits in {nbytes(self.limit)}: {self.name}; peak {nbytes(peak)}, "
+            f"{nbytes(self.limit - peak)} free"
+        )
         rows = [["plan", "peak", ""]]
         for each in self.weighed:
-            verdict = "chosen" if each is self.weighed[-1] else "" if each.peak.total <= limit else "does not fit"
-            rows.append([each.name, nbytes(each.peak.total), verdict])
+            verdict = "" if each.peak.total <= self.limit else "does not fit"
+            rows.append(
+                [
+                    each.name,
+                    nbytes(each.peak.total),
+                    "chosen" if each is self.weighed[-1] else verdict,
+                ]
+            )
         footer = "The reserve is for what is not counted: fragmentation, NCCL, the CUDA context."
         return "\n".join([answer, "", *aligned(rows, left={0, 2}), "", footer])
 
@@ -49,158 +56,143 @@ class BudgetPlan(Prediction):
 def plan_for_budget(
     model: nn.Module,
     budget: int | str,
+    plan: ShardingPlan,
     *,
     batch: Any,
-    reserve: int | str = "10%",
-    world_size: int | None = None,
-    mesh: MeshSpec | None = None,
-    plan: ShardingPlan | None = None,
+    reserve: float = 0.1,
     loss: Loss | None = None,
     optimizer: str | float = "adamw",
-    ranks_per_node: int = 8,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     micro_batches: int = 1,
 ) -> BudgetPlan:
-    """Return the plan that costs least among those whose peak fits on every rank. Local, deterministic.
+    """Return the plan that costs least among those whose peak fits on every rank. Local,
+    deterministic.
 
-    In this order: everything sharded; the fewest blocks checkpointed selectively; with all of them so, the fewest
-    checkpointed in full; the same with everything offloaded to the CPU.
-    What is left of the budget saves all-gathers: as many units as fit stay gathered between forward and backward, the
-    last ones first; then as many as fit reshard within a node. Units, dtypes, tiles and mesh stay those of the plan.
+    In this order: everything sharded; the fewest blocks checkpointed selectively; with all of them
+    so, the fewest checkpointed in full; the same with everything offloaded to the CPU. What is left
+    of the budget saves all-gathers: as many units as fit stay gathered between forward and
+    backward, the last ones first. Units, dtypes, tiles and mesh stay those of the plan.
 
     Args:
         model: on any device, meta too.
         budget: bytes of each rank's GPU, or a string such as ``"80GiB"``.
+        plan: the plan to start from, such as ``plan_model(model, mesh=MeshSpec.sharded(64))``.
         batch: one rank's micro-batch, as for :func:`shardkit.memory.estimate`.
-        reserve: what of the budget is left for what is not counted: the allocator's fragmentation, NCCL's workspace,
-            CUDA's context. Bytes, or a string such as ``"10%"`` or ``"6GiB"``; 0 lets the plan use all of it.
-        world_size, mesh: the number of ranks, or their mesh; pass neither to use the plan's mesh.
-        plan: the plan to start from; None is the default rule with ``mp_policy``.
+        reserve: the part of the budget that is left for what is not counted: the allocator's
+            fragmentation, NCCL's workspace, CUDA's context. 0 lets the plan use all of it.
         loss, optimizer: as for :func:`shardkit.memory.estimate`.
-        ranks_per_node: to reshard within a node.
-        mp_policy: used where no plan is given.
-        micro_batches: of a step with ``shardkit.accumulate``, which gathers units that stay gathered once for all.
+        micro_batches: of a step with ``shardkit.accumulate``, which gathers units that stay
+            gathered once for all.
 
     Raises:
         PlanError: nothing fits; the error says how much is missing.
     """
-    size = parse_bytes(budget)
-    reserved = parse_bytes(reserve, "reserve", of=size)
+    limit = limit_of(budget, reserve)
     if batch is None:
         rule, fix = "Activations depend on it", "Pass one rank's micro-batch as the model takes it"
         raise PlanError(message("batch", "must be given, got None", rule, fix))
-    step = Step(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss, micro_batches)
-    return choose(step, OptimizerBytes.of(optimizer), size, reserved, ranks_per_node)
+    return choose(
+        Step(model, plan, batch, loss, micro_batches), OptimizerBytes.of(optimizer), limit
+    )
 
 
-def parse_bytes(size: int | str, name: str = "budget", of: int = 0) -> int:
-    """Return the bytes that a number, or a string such as ``"70GiB"`` or ``"80 GB"``, stands for; else PlanError.
-
-    With ``of``, also a percentage of it, or 0, but less than ``of``.
+def limit_of(budget: int | str, reserve: float) -> int:
+    """Return the bytes of a budget, a number or such as ``"70GiB"`` or ``"80 GB"``, without the
+    reserve.
     """
-    units = {**_UNITS, "%": of / 100} if of else _UNITS
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z%]*)\s*", str(size))
-    value = int(float(match[1]) * units[match[2].upper()]) if match and match[2].upper() in units else -1
-    if not (0 if of else 1) <= value < (of or math.inf):
-        forms = 'bytes, or a string such as "6GiB" or "80 GB"'
-        forms += ', or "10%" of the budget, and less than that' if of else ""
-        fix = f'Pass, for example, {name}="{"10%" if of else "70GiB"}"'
-        raise PlanError(message(name, f"must be {forms}, got {size!r}", "", fix))
-    return value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(budget))
+    if not match or match[2].upper() not in _UNITS or not float(match[1]):
+        problem = f'must be bytes, or a string such as "70GiB" or "80 GB", got {budget!r}'
+        raise PlanError(message("budget", problem, "", 'Pass, for example, budget="70GiB"'))
+    if not 0 <= reserve < 1:
+        problem = f"must be a part of the budget from 0 to 1, got {reserve!r}"
+        raise PlanError(message("reserve", problem, "", "Pass, for example, reserve=0.1"))
+    return int(float(match[1]) * _UNITS[match[2].upper()] * (1 - reserve))
 
 
-def _less(budget: int, reserved: int) -> str:
-    return f"{nbytes(budget)} less {nbytes(reserved)} reserved" if reserved else nbytes(budget)
-
-
-def choose(step: Step, optimizer: OptimizerBytes, budget: int, reserved: int, ranks_per_node: int) -> BudgetPlan:
-    """Return the first candidate that fits, with what is left of the budget spent; raise a PlanError if none does."""
-    limit = budget - reserved
-    weighed = Search(step, optimizer, limit, ranks_per_node).weighed(step.plan)
-    last = weighed[-1]
+def choose(step: Step, optimizer: OptimizerBytes, limit: int) -> BudgetPlan:
+    """Return the first candidate that fits, with what is left spent; raise a PlanError if none
+    does.
+    """
+    search = Search(step, optimizer, limit)
+    search.run()
+    last = search.weighed[-1]
     if last.peak.total <= limit:
-        return BudgetPlan(last.name, last.plan, last.timeline, last.host, tuple(weighed), budget, reserved)
-    least = min(weighed, key=lambda candidate: candidate.peak.total)
+        return BudgetPlan(
+            last.name, last.plan, last.timeline, last.host, tuple(search.weighed), limit
+        )
+    least = min(search.weighed, key=lambda candidate: candidate.peak.total)
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
-    problem = f"of {_less(budget, reserved)} is too little: {least.name} still peaks at {peak}, "
+    problem = (
+        f"of {nbytes(limit)} without the reserve is too little: {least.name} still peaks at "
+        f"{peak}, "
+    )
     problem += f"{missing} too much, {least.peak.where}"
     fix = 'Use a smaller batch, smaller units, or tiles, such as tiles={"**.mlp": 4}'
     raise PlanError(message("budget", problem, "", fix))
 
 
-@dataclass(frozen=True)
 class Search:
-    """Weighs plans of the same units on any mesh; each is one arithmetic pass over traces measured once."""
+    """Weighs plans of the same units; each is one arithmetic pass over traces measured once."""
 
-    step: Step
-    optimizer: OptimizerBytes
-    limit: int
-    ranks_per_node: int = 8
+    def __init__(self, step: Step, optimizer: OptimizerBytes, limit: int) -> None:
+        self.step, self.optimizer, self.limit = step, optimizer, limit
+        self.weighed: list[Prediction] = []  # in the order of what they cost
 
-    def weighed(self, base: ShardingPlan) -> list[Prediction]:
-        """Return candidates in the order of what they cost, up to the first that fits and what that leaves to spend."""
-        sharded = resharded(base)
-        found = [*self._from((), sharded)]
-        if found[-1].peak.total > self.limit:
-            found += self._from(("offloaded to the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy()))
-        return found
+    def run(self) -> None:
+        """Weigh plans up to the first that fits, and what is left to spend there."""
+        blocks = self.step.blocks
+        sharded = resharded(self.step.plan)
+        has_units_inside = any(unit_inside(sharded, unit) for unit in sharded.units if unit.blocks)
+        offloaded = changed(sharded, offload_policy=CPUOffloadPolicy())
+        for plan, start in ((sharded, "everything sharded"), (offloaded, "offloaded to the CPU")):
+            if self._weigh(start, plan):
+                self._keep_gathered(start, plan)
+                return
+            # The fewest blocks that are enough, or all.
+            for policy, how in (("selective", "selectively"), (True, "in full")):
+                if not blocks or (policy == "selective" and has_units_inside):
+                    continue
 
-    def weigh(self, labels: tuple[str, ...], plan: ShardingPlan) -> Prediction:
-        """Return a candidate with its timeline."""
-        return self.step.predict(", ".join(labels) or "everything sharded", plan, self.optimizer)
+                def first_blocks(
+                    number: int, plan: ShardingPlan = plan, policy: Any = policy
+                ) -> ShardingPlan:
+                    return with_checkpoints(plan, dict.fromkeys(blocks[:number], policy))
+
+                number = 1 + _most(len(blocks) - 1, lambda n: not self._fits(first_blocks(n)))
+                plan, name = (
+                    first_blocks(number),
+                    f"{start}, {number} of {len(blocks)} blocks checkpointed {how}",
+                )
+                if self._weigh(name, plan):
+                    self._keep_gathered(name, plan)
+                    return
+
+    def _weigh(self, name: str, plan: ShardingPlan) -> bool:
+        """Add a candidate; return whether it fits."""
+        self.weighed.append(self.step.predict(name, plan, self.optimizer))
+        return self.weighed[-1].peak.total <= self.limit
 
     def _fits(self, plan: ShardingPlan) -> bool:
-        return self.weigh((), plan).peak.total <= self.limit
+        return self.step.predict("", plan, self.optimizer).peak.total <= self.limit
 
-    def _from(self, labels: tuple[str, ...], plan: ShardingPlan) -> Iterator[Prediction]:
-        """Weigh a plan, else with the fewest blocks checkpointed that are enough, or all; spend what is left."""
-        found, blocks, given = self.weigh(labels, plan), self.step.blocks, labels
-        yield found
-        for policy, how in (("selective", "selectively"), (True, "in full")) if blocks else ():
-            if found.peak.total <= self.limit:
-                break
-            if policy is not True and any(unit_inside(plan, u) for u in plan.units if u.blocks):
-                continue
-            number = 1 + _most(len(blocks) - 1, partial(self._exceeds, found.plan, policy))
-            labels = (*given, f"{number} of {len(blocks)} blocks checkpointed {how}")
-            found = self.weigh(labels, self._checkpointed(found.plan, policy, number))
-            yield found
-        if found.peak.total <= self.limit:
-            yield from self._spend(labels, found.plan)
-
-    def _checkpointed(self, plan: ShardingPlan, policy: bool | str, number: int) -> ShardingPlan:
-        return with_checkpoints(plan, dict.fromkeys(self.step.blocks[:number], policy))
-
-    def _exceeds(self, plan: ShardingPlan, policy: bool | str, number: int) -> bool:
-        return not self._fits(self._checkpointed(plan, policy, number))
-
-    def _spend(self, labels: tuple[str, ...], plan: ShardingPlan) -> Iterator[Prediction]:
-        """Spend the memory that is left on saving all-gathers."""
-        names = [unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False]
-        size, node = plan.mesh.shard_size, self.ranks_per_node
-        if size == 1 and not any(unit.offloads for unit in plan.units):
+    def _keep_gathered(self, name: str, plan: ShardingPlan) -> None:
+        """Spend the memory that is left on saving all-gathers: the last units stay gathered."""
+        names = [
+            unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False
+        ]
+        if plan.mesh.shard_size == 1 and not any(unit.offloads for unit in plan.units):
             return  # nothing is gathered
 
-        def keep_last(number: int) -> ShardingPlan:
+        def last_units(number: int) -> ShardingPlan:
             return changed(plan, names[len(names) - number :], reshard_after_forward=False)
 
-        kept = _most(len(names), lambda number: self._fits(keep_last(number)))
-        if kept:
-            labels = (*labels, f"{kept} of {len(names)} units kept gathered")
-            yield self.weigh(labels, keep_last(kept))
-        if not 1 < node < size or size % node:
-            return
-        on_dims = {unit.name for unit in plan.units if unit.shard_dims}  # torch reshards these fully or not at all
-        others = [name for name in names[: len(names) - kept] if name not in on_dims]
-
-        def keep_in_node(number: int) -> ShardingPlan:
-            return changed(keep_last(kept), others[len(others) - number :], reshard_after_forward=node)
-
-        near = _most(len(others), lambda number: self._fits(keep_in_node(number)))
-        if near:
-            yield self.weigh((*labels, f"{near} of {len(names)} resharded within the node"), keep_in_node(near))
+        number = _most(len(names), lambda n: self._fits(last_units(n)))
+        if number:
+            self._weigh(f"{name}, {number} of {len(names)} units kept gathered", last_units(number))
 
 
-def _most(highest: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to ``highest`` that fits, else 0: keeping more never needs less memory."""
-    return bisect_left(range(1, highest + 1), True, key=lambda number: not fits(number))
+def _most(highest: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number up to ``highest`` for which it holds, else 0; it holds for all
+    below that.
+    """
+    return bisect_left(range(1, highest + 1), True, key=lambda number: not holds(number))

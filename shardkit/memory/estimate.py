@@ -1,4 +1,6 @@
-"""Estimate what each common sharding strategy needs on one rank; a strategy is a change of a plan."""
+"""Estimate what each common sharding strategy needs on one rank; a strategy is a change of a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
@@ -16,17 +18,16 @@ from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
-from shardkit.planning.build import build_plan
 from shardkit.planning.dims import on_mesh
-from shardkit.planning.rules import Overrides
-from shardkit.planning.tree import ModelTree
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimates of all strategies, by name or in order, most memory first in general; prints as a table.
+    """Estimates of all strategies, by name or in order, most memory first in general; prints as a
+    table.
 
-    All strategies share the units of ``plan``. Activations are included if ``measured``, which needs a batch.
+    All strategies share the units of ``plan``. Activations are included if ``measured``, which
+    needs a batch.
     """
 
     rows: tuple[Prediction, ...]
@@ -37,15 +38,23 @@ class MemoryEstimate:
         return iter(self.rows)
 
     def __getitem__(self, name: str) -> Prediction:
-        """Return the row named ``name``, or whose name has it in parentheses, as ``"ZeRO-3"``; else PlanError."""
+        """Return the row named ``name``, or whose name has it in parentheses, as ``"ZeRO-3"``; else
+        PlanError.
+        """
         for row in self.rows:
             if row.name == name or f"({name})" in row.name:
                 return row
         names = listing(row.name for row in self.rows)
-        raise PlanError(message("strategy", f"{name!r} is not in the estimate", "", f"Use one of {names}"))
+        raise PlanError(
+            message("strategy", f"{name!r} is not in the estimate", "", f"Use one of {names}")
+        )
 
     def __str__(self) -> str:
-        what = "peak of a training step" if self.measured else "peak without activations (no batch given)"
+        what = (
+            "peak of a training step"
+            if self.measured
+            else "peak without activations (no batch given)"
+        )
         table = [["strategy", *CATEGORIES, "peak", "at", "on the CPU"]]
         for row in self.rows:
             sizes = [*(getattr(row.peak, each) for each in CATEGORIES), row.peak.total]
@@ -56,71 +65,56 @@ class MemoryEstimate:
 
 def estimate(
     model: nn.Module | ShardingPlan,
-    *,
-    world_size: int | None = None,
-    mesh: MeshSpec | None = None,
     plan: ShardingPlan | None = None,
+    *,
     batch: Any = None,
     loss: Loss | None = None,
     optimizer: str | float = "adamw",
     ranks_per_node: int = 8,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     micro_batches: int = 1,
     keep_unsharded: bool | str | None = None,
 ) -> MemoryEstimate:
-    """Estimate what every strategy needs on one rank, before anything runs. Local; needs no process group and no GPU.
+    """Estimate what every strategy needs on one rank, before anything runs. Local; needs no process
+    group and no GPU.
 
-    Sharding and communication are arithmetic on shapes; activations are measured by one forward and backward on fake
-    tensors. Counted are the bytes alive on rank 0, which holds the most, in a steady step: the second or a later one.
-    Not counted: the allocator's rounding and fragmentation, NCCL's workspace, CUDA's context.
+    Sharding and communication are arithmetic on shapes; activations are measured by one forward and
+    backward on fake tensors. Counted are the bytes alive on rank 0, which holds the most, in a
+    steady step: the second or a later one. Not counted: the allocator's rounding and fragmentation,
+    NCCL's workspace, CUDA's context.
 
     Args:
-        model: on any device, meta too, in its present train or eval mode; or a plan, which is enough without ``batch``.
-        world_size, mesh: the number of ranks, or their mesh; pass neither to use the plan's mesh.
-        plan: the units, dtypes and settings; None is the default rule with ``mp_policy``.
-        batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones, or the only one;
-            only shapes and dtypes count. None leaves out activations.
-        loss: maps what forward returns to the loss; by default its ``loss``, else the mean of its first tensor.
+        model: on any device, meta too, in its present train or eval mode; or a plan, which is
+            enough without ``batch``.
+        plan: of the model, such as ``plan_model(model, mesh=MeshSpec.sharded(64))``: the ranks,
+            units, dtypes and settings.
+        batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones,
+            or the only one; only shapes and dtypes count. None leaves out activations.
+        loss: maps what forward returns to the loss; by default its ``loss``, else the mean of its
+            first tensor.
         optimizer: a name in ``shardkit.memory.OPTIMIZERS``, or bytes of state for each element.
         ranks_per_node: for the strategies that shard within a node.
-        mp_policy: used where no plan is given.
-        micro_batches, keep_unsharded: of a step with ``shardkit.accumulate``, which keeps gradients in between.
+        micro_batches, keep_unsharded: of a step with ``shardkit.accumulate``, which keeps gradients
+            in between.
 
     Raises:
-        PlanError: the arguments contradict each other, or the model does not run on fake tensors.
+        PlanError: the model does not run on fake tensors.
     """
-    module, given = (None, plan or model) if isinstance(model, ShardingPlan) else (model, plan)
-    if module is None and batch is not None:
-        fix = "Pass the model, with plan=... for its plan"
-        raise PlanError(message("batch", "is given with a plan", "Activations are measured on the model", fix))
-    base = base_plan(module, given, world_size, mesh, mp_policy)
-    step = Step(module, base, batch, loss, micro_batches, keep_unsharded)
-    return estimates(step, base, OptimizerBytes.of(optimizer), ranks_per_node)
-
-
-def base_plan(
-    model: nn.Module | None,
-    plan: ShardingPlan | None,
-    world_size: int | None,
-    mesh: MeshSpec | None,
-    mp_policy: MixedPrecisionPolicy,
-) -> ShardingPlan:
-    """Return ``plan``, or the default rule's, on ``world_size`` ranks, on ``mesh``, or on the plan's own mesh."""
-    found = MeshSpec.sharded(world_size) if world_size is not None else mesh or (plan.mesh if plan else None)
-    if found is None or (world_size is not None and mesh is not None):
-        problem = "must be given, or mesh" if found is None else "must not be given together with mesh"
-        raise PlanError(message("world_size", problem, "", "Pass world_size=8, or mesh=MeshSpec.hybrid(2, 4)"))
-    if plan is not None:
-        return on_mesh(plan, found)
-    assert model is not None
-    return build_plan(ModelTree(model), found, settings=Overrides(mp_policy=mp_policy))
+    module = None if isinstance(model, ShardingPlan) else model
+    plan = model if isinstance(model, ShardingPlan) else plan
+    if plan is None or (module is None and batch is not None):
+        fix = "Call estimate(model, plan_model(model, mesh=MeshSpec.sharded(8)), batch=batch)"
+        raise PlanError(
+            message("estimate", "needs a plan, and with a batch also the model", "", fix)
+        )
+    step = Step(module, plan, batch, loss, micro_batches, keep_unsharded)
+    return estimates(step, OptimizerBytes.of(optimizer), ranks_per_node)
 
 
 class Step:
     """One rank's training step under any plan of the same units and tiles.
 
-    Activations are measured if there is a batch. Units that ``plan`` checkpoints stay so; ``blocks`` are the
-    others that checkpointing applies to.
+    Activations are measured if there is a batch. Units that ``plan`` checkpoints stay so;
+    ``blocks`` are the others that checkpointing applies to.
     """
 
     def __init__(
@@ -132,18 +126,31 @@ class Step:
         micro_batches: int = 1,
         keep_unsharded: bool | str | None = None,
     ) -> None:
-        self.plan, self.micro_batches, self.is_measured = plan, micro_batches, batch is not None
-        self.blocks = [unit.name for unit in plan.units if unit.blocks and not unit.checkpoint_activations]
-        self._model, self._batch, self._loss, self._keep_unsharded = model, batch, loss, keep_unsharded
+        self.plan = plan
+        self.micro_batches = micro_batches
+        self.is_measured = batch is not None
+        self.blocks: list[str] = []
+        for unit in plan.units:
+            if unit.blocks and not unit.checkpoint_activations:
+                self.blocks.append(unit.name)
+        self._model = model
+        self._batch = batch
+        self._loss = loss
+        self._keep_unsharded = keep_unsharded
         self._buffers = sum(buffer.nbytes for buffer in model.buffers()) if model is not None else 0
         self._measure = cache(self.measure)
 
     def predict(self, name: str, plan: ShardingPlan, optimizer: OptimizerBytes) -> Prediction:
         """Return what the step needs on one rank under a plan."""
         step = self._trace_of(plan) if self.is_measured else without_activations(plan)
-        points = timeline(plan, step, optimizer, self._buffers, self.micro_batches, self._keep_unsharded)
-        offloaded = [unit_bytes(plan, unit, optimizer) for unit in plan.units if unit.offloads]
-        return Prediction(name, plan, points, sum(size.shard + size.grads + size.optimizer for size in offloaded))
+        counts = self.micro_batches, self._keep_unsharded
+        points = timeline(plan, step, optimizer, self._buffers, *counts)
+        host = 0
+        for unit in plan.units:
+            if unit.offloads:
+                size = unit_bytes(plan, unit, optimizer)
+                host += size.shard + size.grads + size.optimizer
+        return Prediction(name, plan, points, host)
 
     def _trace_of(self, plan: ShardingPlan) -> Trace:
         """Measure once for each policy of checkpointing, where units mix."""
@@ -151,7 +158,10 @@ class Step:
         policies = tuple(chosen[name] for name in self.blocks)
         if len(set(policies)) < 2:
             return self._measure(policies)
-        uniform = {policy: self._measure((policy,) * len(policies)) for policy in sorted(set(policies), key=str)}
+        uniform = {
+            policy: self._measure((policy,) * len(policies))
+            for policy in sorted(set(policies), key=str)
+        }
         return mixed(uniform, chosen) or self._measure(policies)
 
     def measure(self, policies: tuple[bool | str, ...]) -> Trace:
@@ -161,27 +171,31 @@ class Step:
         return trace(self._model, plan, self._batch, loss=self._loss)
 
 
-def estimates(step: Step, base: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: int) -> MemoryEstimate:
-    """Return the estimates of all strategies for the units of ``base``."""
+def estimates(step: Step, optimizer: OptimizerBytes, ranks_per_node: int) -> MemoryEstimate:
+    """Return the estimates of all strategies for the units of the step's plan."""
     rows = []
-    for name, plan in _strategies(base, ranks_per_node).items():
+    for name, plan in _strategies(step.plan, ranks_per_node).items():
         state = replace(optimizer, in_backward="optimizer in backward" in name)
         if step.micro_batches > 1 and state.in_backward:
             continue  # accumulate refuses it
         rows.append(step.predict(name, plan, state))
-    return MemoryEstimate(tuple(rows), base, step.is_measured)
+    return MemoryEstimate(tuple(rows), step.plan, step.is_measured)
 
 
 def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPlan]:
     """Return every strategy for the units of ``plan`` on as many ranks, by name, most memory first.
 
-    Hybrid sharding and int resharding on one node make no difference and are left out. A hybrid plan keeps its mesh.
+    Hybrid sharding and int resharding on one node make no difference and are left out. A hybrid
+    plan keeps its mesh.
     """
     ranks, node = plan.mesh.size, ranks_per_node
     if node < 1:
         problem = f"must be at least 1, got {node}"
-        raise PlanError(message("ranks_per_node", problem, "", "Pass how many ranks share a node, such as 8"))
-    has_experts = any(unit.mesh for unit in plan.units)  # split by the model, so every strategy keeps the mesh
+        raise PlanError(
+            message("ranks_per_node", problem, "", "Pass how many ranks share a node, such as 8")
+        )
+    # split by the model, so every strategy keeps the mesh
+    has_experts = any(unit.mesh for unit in plan.units)
     sharded = plan if has_experts else on_mesh(plan, MeshSpec.sharded(ranks))
     every_block = with_checkpoints(sharded, {unit.name: True for unit in plan.units if unit.blocks})
     divides = not has_experts and node < ranks and ranks % node == 0
@@ -197,24 +211,35 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
     found["ZeRO-3, blocks checkpointed"] = every_block
     found["ZeRO-3, optimizer in backward"] = sharded
     found["ZeRO-3, offloaded to the CPU"] = changed(sharded, offload_policy=CPUOffloadPolicy())
-    found["ZeRO-3, checkpointed and offloaded"] = changed(every_block, offload_policy=CPUOffloadPolicy())
+    found["ZeRO-3, checkpointed and offloaded"] = changed(
+        every_block, offload_policy=CPUOffloadPolicy()
+    )
     return found
 
 
-def changed(plan: ShardingPlan, names: Collection[str] | None = None, **settings: Any) -> ShardingPlan:
+def changed(
+    plan: ShardingPlan, names: Collection[str] | None = None, **settings: Any
+) -> ShardingPlan:
     """Return the plan with these settings for the units of these names, or for all units."""
     units = (replace(u, **settings) if names is None or u.name in names else u for u in plan.units)
     return replace(plan, units=tuple(units))
 
 
 def with_checkpoints(plan: ShardingPlan, policies: Mapping[str, bool | str]) -> ShardingPlan:
-    """Return the plan in which the units of these names are checkpointed so, and the others as they are."""
-    chosen = (replace(u, checkpoint_activations=policies.get(u.name, u.checkpoint_activations)) for u in plan.units)
+    """Return the plan in which the units of these names are checkpointed so, and the others as they
+    are.
+    """
+    chosen = (
+        replace(u, checkpoint_activations=policies.get(u.name, u.checkpoint_activations))
+        for u in plan.units
+    )
     return replace(plan, units=tuple(chosen))
 
 
 def resharded(plan: ShardingPlan, to: bool | int = True) -> ShardingPlan:
-    """Return the plan in which what reshards after forward does so fully, or to that many ranks, on dim 0 only."""
+    """Return the plan in which what reshards after forward does so fully, or to that many ranks, on
+    dim 0 only.
+    """
     can = (unit for unit in plan.units if to is True or not unit.shard_dims)
     names = {unit.name for unit in can if unit.reshard_after_forward is not False}
     return changed(plan, names, reshard_after_forward=to)

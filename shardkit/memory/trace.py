@@ -1,7 +1,9 @@
-"""Trace one training step of a model on fake tensors, split at the points where FSDP2's hooks gather and free units.
+"""Trace one training step of a model on fake tensors, split at the points where FSDP2's hooks
+gather and free units.
 
-All that is allocated between two such points is the model's own: activations, temporaries, gradients. What units hold
-follows from the plan and is added by :mod:`shardkit.memory.timeline`, so one trace serves every strategy.
+All that is allocated between two such points is the model's own: activations, temporaries,
+gradients. What units hold follows from the plan and is added by :mod:`shardkit.memory.timeline`, so
+one trace serves every strategy.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import CellType, FunctionType
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -20,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from shardkit._torch import real_tensors
 from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
@@ -54,44 +55,60 @@ class Trace:
     """What the model itself allocates in one forward and backward, for one rank's batch."""
 
     intervals: tuple[Interval, ...]  # in order
-    grad_bytes: Mapping[str, int]  # of each unit's unsharded gradients, in its compute dtype, by the unit's name
+    grad_bytes: Mapping[
+        str, int
+    ]  # of each unit's unsharded gradients, in its compute dtype, by the unit's name
     batch_bytes: int  # of the batch's tensors
-    other_grad_bytes: int = 0  # of gradients of parameters without a unit, which are not reduced into shards
+    other_grad_bytes: int = (
+        0  # of gradients of parameters without a unit, which are not reduced into shards
+    )
 
 
 def trace(
-    model: nn.Module, plan: ShardingPlan, batch: Any, *, loss: Loss | None = None, meter: IntervalMeter | None = None
+    model: nn.Module,
+    plan: ShardingPlan,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    meter: IntervalMeter | None = None,
 ) -> Trace:
-    """Measure one forward and backward of a copy of ``model`` on fake tensors. Local; the model is unchanged.
+    """Measure one forward and backward of ``model`` on fake tensors. Local; the model is as before.
 
-    Model, batch and loss are as for :func:`shardkit.memory.estimate`. The plan's units define the intervals, and the
-    dtypes to compute in. The output is dropped before backward, as in ``model(**batch).loss.backward()``. ``meter``
-    measures; a subclass may count more than bytes.
+    Model, batch and loss are as for :func:`shardkit.memory.estimate`. The plan's units define the
+    intervals, and the dtypes to compute in. The output is dropped before backward, as in
+    ``model(**batch).loss.backward()``. ``meter`` measures; a subclass may count more than bytes.
 
     Raises:
         PlanError: the model is sharded already, or does not run on fake tensors.
     """
-    if any(isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())):
+    if any(
+        isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())
+    ):
         rule = "Activations are measured on the plain model, without FSDP2's hooks and shards"
         fix = "Build it again on the meta device: init_on_meta()"
         raise PlanError(message("model", "is sharded already", rule, fix))
-    fix = "Pass a batch that the model accepts, loss=... for what forward returns, or leave out the batch to count "
+    fix = (
+        "Pass a batch that the model accepts, loss=... for what forward returns, or leave out "
+        "the batch to count "
+    )
     fix += "model states only"
-    with fake_copy(model, plan, batch, "batch", fix) as (copied, args, kwargs), meter or IntervalMeter() as meter:
-        params, inputs = dict(copied.named_parameters()), tensors_of((args, kwargs))
-        for tensor in (*params.values(), *copied.buffers(), *inputs):
+    meter = meter or IntervalMeter()
+    with on_fake_tensors(model, plan, batch, "batch", fix) as (args, kwargs), meter:
+        params, inputs = dict(model.named_parameters()), tensors_of((args, kwargs))
+        for tensor in (*params.values(), *model.buffers(), *inputs):
             meter.ignore(tensor)
         for fqn, tiles in plan.tiles:
-            module = copied.get_submodule(fqn)
+            module = model.get_submodule(fqn)
             module.forward = tiled(module, fqn, tiles)
         watched = []
         for unit in plan.units:
-            modules = [copied.get_submodule(fqn) for fqn in unit.modules]
+            modules = [model.get_submodule(fqn) for fqn in unit.modules]
             watched.append(WatchedUnit(unit, modules, [params[fqn] for fqn in unit.params], meter))
-            for fqn in unit.modules if unit.checkpoint_activations else ():
-                module = copied.get_submodule(fqn)
-                module.forward = checkpointed(module, fqn, unit.checkpoint_activations)
-        (loss or _default_loss)(copied(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+            if unit.checkpoint_activations:
+                for fqn in unit.modules:
+                    module = model.get_submodule(fqn)
+                    module.forward = checkpointed(module, fqn, unit.checkpoint_activations)
+        (loss or _default_loss)(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
         for each in reversed(watched):  # the root first, in the order of FSDP2's final callback
             each.after_backward()
         meter.close()
@@ -106,37 +123,54 @@ def _default_loss(output: Any) -> Tensor:
 
 
 def mixed(traces: Mapping[Any, Trace], chosen: Mapping[str, Any]) -> Trace | None:
-    """Return the trace in which each unit is as in the one chosen for it, by key; in the first where there is none.
+    """Return the trace in which each unit is as in the one chosen for it, by key; in the first where
+    there is none.
 
     None if checkpointing changes the order in which units run, as of a unit inside that blocks share.
     """
-    first, *others = traces.values()
-    order = [(each.moment, each.unit) for each in first.intervals]
-    if any([(each.moment, each.unit) for each in other.intervals] != order for other in others):
-        return None
-    found = [traces.get(chosen[unit], first) if unit else first for _, unit in order]
-    return replace(first, intervals=tuple(one.intervals[place] for place, one in enumerate(found)))
+    first = next(iter(traces.values()))
+    intervals = list(first.intervals)
+    for key, trace in traces.items():
+        if len(trace.intervals) != len(intervals):
+            return None
+        for place, interval in enumerate(trace.intervals):
+            if (interval.moment, interval.unit) != (intervals[place].moment, intervals[place].unit):
+                return None
+            if interval.unit and chosen[interval.unit] == key:
+                intervals[place] = interval
+    return replace(first, intervals=tuple(intervals))
 
 
 def without_activations(plan: ShardingPlan) -> Trace:
     """Return the trace of a model that keeps only gradients: what is known without a batch."""
-    root = next(unit.name for unit in plan.units if unit.modules == ("",))
-    inner = [unit.name for unit in plan.execution_order() if unit.name != root]
-    grads = {}
-    for unit in plan.units:  # unsharded, in the dtype that the unit computes in
-        trained = [spec for spec in plan.specs_of(unit) if spec.trainable]
-        grads[unit.name] = sum(spec.numel * (unit.mp_policy.param_dtype or spec.dtype).itemsize for spec in trained)
-    steps = [Interval(FORWARD, root)]
-    steps += [Interval(moment, name) for name in inner for moment in (FORWARD, AFTER_FORWARD)]
-    steps += [Interval(AFTER_FORWARD, root), Interval(BACKWARD, root, grads[root], grads[root])]
-    for name in reversed(inner):
-        steps += [Interval(BACKWARD, name, grads[name], grads[name]), Interval(AFTER_BACKWARD, name)]
-    others = sum(plan.specs[fqn].nbytes for fqn in plan.unsharded if fqn in plan.specs and plan.specs[fqn].trainable)
-    return Trace((*steps, Interval(AFTER_BACKWARD, root, others, others)), grads, 0, others)
+    grads: dict[str, int] = {}  # unsharded, in the dtype that the unit computes in
+    root = ""
+    for unit in plan.units:
+        root = unit.name if unit.modules == ("",) else root
+        grads[unit.name] = 0
+        for spec in plan.specs_of(unit):
+            if spec.trainable:
+                grads[unit.name] += spec.numel * (unit.mp_policy.param_dtype or spec.dtype).itemsize
+    others = 0
+    for fqn in plan.unsharded:
+        if fqn in plan.specs and plan.specs[fqn].trainable:
+            others += plan.specs[fqn].nbytes
+    forward, backward = [Interval(FORWARD, root)], []
+    for unit in plan.execution_order():
+        if unit.name != root:
+            size = grads[unit.name]
+            forward += [Interval(FORWARD, unit.name), Interval(AFTER_FORWARD, unit.name)]
+            backward.append(Interval(AFTER_BACKWARD, unit.name))
+            backward.append(Interval(BACKWARD, unit.name, size, size))
+    forward += [Interval(AFTER_FORWARD, root), Interval(BACKWARD, root, grads[root], grads[root])]
+    end = Interval(AFTER_BACKWARD, root, others, others)
+    return Trace((*forward, *reversed(backward), end), grads, 0, others)
 
 
 class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, counts the bytes of every storage that an operator returns, once and until it is freed."""
+    """While active, counts the bytes of every storage that an operator returns, once and until it
+    is freed.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -163,7 +197,11 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.intervals.append(Interval(moment, unit, self._live - live, self._peak - live))
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operator, then count what it returns."""
         result = func(*args, **(kwargs or {}))
@@ -187,10 +225,16 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class WatchedUnit:
-    """Hooks on one unit's modules that begin its intervals and, after its backward, drop its gradients."""
+    """Hooks on one unit's modules that begin its intervals and, after its backward, drop its
+    gradients.
+    """
 
     def __init__(
-        self, unit: ShardUnit, modules: Sequence[nn.Module], params: Sequence[nn.Parameter], meter: IntervalMeter
+        self,
+        unit: ShardUnit,
+        modules: Sequence[nn.Module],
+        params: Sequence[nn.Parameter],
+        meter: IntervalMeter,
     ) -> None:
         self.unit, self.grad_bytes = unit, 0
         self._params, self._meter, self._in_backward = params, meter, False
@@ -221,11 +265,15 @@ class WatchedUnit:
         return grad
 
     def after_backward(self) -> None:
-        """End the unit's backward: the gradients of its inputs are computed, or the whole backward is over."""
+        """End the unit's backward: the gradients of its inputs are computed, or the whole backward
+        is over.
+        """
         if not self._in_backward:
             return
         self._in_backward = False
-        self.grad_bytes += sum(param.grad.nbytes for param in self._params if param.grad is not None)
+        self.grad_bytes += sum(
+            param.grad.nbytes for param in self._params if param.grad is not None
+        )
         self._meter.close()
         for param in self._params:
             param.grad = None  # between two intervals, as FSDP2 reduces and frees them
@@ -247,11 +295,16 @@ class _Boundary(torch.autograd.Function):
 
 
 def hook_unit(
-    unit: ShardUnit, modules: Sequence[nn.Module], before: Callable[[Any], Any], after: Callable[[Any], Any]
+    unit: ShardUnit,
+    modules: Sequence[nn.Module],
+    before: Callable[[Any], Any],
+    after: Callable[[Any], Any],
 ) -> None:
-    """Call ``before`` with the inputs of the first of a unit's modules, and ``after`` with the output of the last.
+    """Call ``before`` with the inputs of the first of a unit's modules, and ``after`` with the
+    output of the last.
 
-    Both return what to go on with, in the dtypes that FSDP2 casts to. The user's hooks run inside, as with FSDP2's.
+    Both return what to go on with, in the dtypes that FSDP2 casts to. The user's hooks run inside,
+    as with FSDP2's.
     """
     policy, waiting = unit.mp_policy, set[nn.Module]()
 
@@ -284,86 +337,94 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-# A copy of the model on fake tensors.
+# The model on fake tensors.
 
 
 @contextmanager
-def fake_copy(
+def on_fake_tensors(
     model: nn.Module, plan: ShardingPlan, batch: Any, name: str, fix: str
-) -> Iterator[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """Run the body on a copy of the model with fake tensors; yield the copy, and the arguments of its forward.
+) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    """Run the body with fake tensors in the model; yield the arguments of its forward, fake too.
 
-    Parameters have the dtype that their unit computes in, as FSDP2 unshards them. The model itself keeps its caches,
-    counters and gradients. What its functions keep elsewhere, as in globals, is not copied. An error of the body
-    becomes a PlanError about the batch, by its name, with the fix.
+    Parameters have the dtype that their unit computes in, as FSDP2 unshards them. Afterwards the
+    attributes of all modules are as before, and so is what lists, dicts and sets in them contain,
+    so that the model keeps its hooks, caches, counters and gradients. What forward writes
+    elsewhere, as in globals, stays. An error of the body becomes a PlanError about the batch, by
+    its name.
     """
-    # transformers takes all fake positions for those of packed documents, and makes a mask of tokens by tokens. A batch
-    # with positions may be packed; only shapes are read.
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    packs = masks is None or (isinstance(batch, Mapping) and "position_ids" in batch)
-    unpacked = nullcontext() if packs else patch.object(masks, "find_packed_sequence_indices", lambda _: None)
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
-    dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
+    before = _attributes_of(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), torch.enable_grad(), real_tensors():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
-            params = list(model.named_parameters())
-            memo = {id(p): nn.Parameter(_faked(p, dtypes.get(fqn)), p.requires_grad) for fqn, p in params}
-        with _FakeCopies(mode):
-            copied = _copy_modules(model, memo)
-        for fqn, cast in plan.replicated_modules().items():
-            compute_in(copied.get_submodule(fqn), cast)
         try:
-            with mode, unpacked:
-                yield copied, tuple(map(_faked, args)), {key: _faked(value) for key, value in kwargs.items()}
+            with mode:
+                _put_fakes(model, plan)
+            with mode, _without_packing(batch):
+                yield (
+                    tuple(map(_faked, args)),
+                    {key: _faked(value) for key, value in kwargs.items()},
+                )
         except Exception as error:
             problem = f"fails in the model on fake tensors: {type(error).__name__}: {error}"
             rule = "The model runs once on tensors that have shapes but no values"
             raise PlanError(message(name, problem, rule, fix)) from error
+        finally:
+            for container, content in reversed(before):
+                container.clear()
+                if isinstance(container, (list, deque)):
+                    container.extend(content)
+                else:
+                    container.update(content)
+
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque, tuple)
+
+
+def _attributes_of(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the containers in which the model's modules keep their state, with copies of each."""
+    found: dict[int, tuple[Any, Any]] = {}
+    waiting: list[Any] = [vars(module) for module in model.modules()]
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    waiting += [vars(config) for config in configs if hasattr(config, "use_cache")]
+    while waiting:
+        container = waiting.pop()
+        if id(container) in found or type(container) not in _CONTAINERS:
+            continue
+        found[id(container)] = container, copy.copy(container)
+        waiting += container.values() if isinstance(container, dict) else container
+    return [each for each in found.values() if not isinstance(each[0], tuple)]
+
+
+def _put_fakes(model: nn.Module, plan: ShardingPlan) -> None:
+    dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
+    fakes: dict[Tensor, Tensor] = {}
+    for fqn, param in model.named_parameters():
+        fakes[param] = nn.Parameter(_faked(param, dtypes.get(fqn)), param.requires_grad)
+    for module in model.modules():
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for tensors in registries:
+            for name, value in tensors.items():
+                if isinstance(value, Tensor):
+                    tensors[name] = fakes.setdefault(value, _faked(value))
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            # transformers fills no cache in training, and checkpointed blocks must not.
+            module.config.use_cache = False  # type: ignore[union-attr]
+    for fqn, dtype in plan.replicated_modules().items():
+        compute_in(model.get_submodule(fqn), dtype)
+
+
+def _without_packing(batch: Any) -> AbstractContextManager[Any]:
+    # transformers takes all fake positions for those of packed documents, and makes a mask of
+    # tokens by tokens. A batch with positions may be packed; only shapes are read.
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is None or (isinstance(batch, Mapping) and "position_ids" in batch):
+        return nullcontext()
+    return patch.object(masks, "find_packed_sequence_indices", lambda _: None)
 
 
 def _faked(value: Any, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return torch.empty(value.shape, dtype=dtype or value.dtype, device="cpu").requires_grad_(value.requires_grad)
-
-
-class _FakeCopies(TorchFunctionMode):
-    """While active, ``copy.deepcopy`` of a tensor makes a fake one, also of a result of operators."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        with self._mode:
-            return _faked(args[0])
-
-
-def _copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy with the copies that ``memo`` has by id; an attribute that cannot be copied is shared."""
-    copies = {module: object.__new__(type(module)) for module in model.modules()}
-    memo.update((id(module), copied) for module, copied in copies.items())
-    for module, copied in copies.items():
-        for name, value in vars(module).items():
-            try:
-                vars(copied)[name] = _copied(value, memo)
-            except Exception:  # locks, process groups, and whatever else refuses
-                vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
-        config: Any = vars(copied).get("config")
-        if hasattr(config, "use_cache") and config is not vars(module)["config"]:
-            config.use_cache = False  # transformers fills no cache in training, and checkpointed blocks must not
-    return copies[model]
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy, and of a function one with copies of its closure: it may wrap a module's own forward."""
-    if not (isinstance(value, FunctionType) and value.__closure__):
-        return copy.deepcopy(value, memo)
-    cells = tuple(CellType(_copied(cell.cell_contents, memo)) for cell in value.__closure__)
-    made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-    made.__kwdefaults__ = value.__kwdefaults__
-    return made
+    fake = torch.empty(value.shape, dtype=dtype or value.dtype, device="cpu")
+    return fake.requires_grad_(value.requires_grad)

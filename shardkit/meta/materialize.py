@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,25 +10,23 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
-from shardkit._torch import is_wrapper, local_tensor, offloaded_parameters, reread_sharded_parameters
-from shardkit.boxes import ModelGroup, Move, model_group, scatter
+from shardkit._torch import local_tensor, offloaded_parameters, reread_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.meta.context import Initializer, is_plain_meta, is_recorded, record_initializers, records
+from shardkit.meta.record import is_plain_meta, records
 from shardkit.meta.replay import Final, Player
-from shardkit.meta.tape import Definedness, View, open_tape
+from shardkit.meta.tape import View, open_tape
 from shardkit.ranks import groups_of, together
 from shardkit.references import Setter, references
-from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
+from shardkit.shards import as_sharded, device_of, local_part, wrapped_as
 
 logger = logging.getLogger("shardkit")
 
-_MANY = 10**9  # random numbers, from which a CPU takes 5 to 10 s
+_MANY = 10**9  # elements, of which a CPU draws as many random numbers in 5 to 10 s
 
 
 @dataclass(eq=False)
@@ -45,89 +41,62 @@ class Target:
     value: Tensor | None = None
 
 
-def materialize(
-    model: nn.Module,
-    device: torch.device | str | None = None,
-    seed: int | None = None,
-    *,
-    init: Initializer | None = None,
-    exact: bool = True,
-) -> nn.Module:
+def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Give a sharded meta model the values of ordinary construction, bit for bit; return it.
 
-    Every meta parameter, buffer, and tensor in attributes of modules and in lists, tuples and dicts that are
-    attributes, gets this rank's part of the value that the same code would have computed without ``init_on_meta``.
-    Parameters stay the same objects, with their ``requires_grad``, ties, attributes and post-accumulate hooks. Real
-    tensors are left alone. In place. Each rank replays the construction and keeps its shards: about the time of one
-    construction, and beyond the shards about one largest full tensor in host memory. **Collective** over the ranks of
-    the model's meshes: a few numbers, to check that all are to make the same model.
+    Every meta parameter, buffer, and tensor in attributes of modules and in lists, tuples and dicts
+    that are attributes, gets this rank's part of the value that the same code would have computed
+    without ``init_on_meta``. Parameters stay the same objects, with their ``requires_grad``, ties,
+    attributes and post-accumulate hooks. Real tensors are left alone. In place. Each rank replays
+    the construction and keeps its shards: about the time of one construction, and beyond the shards
+    about one largest full tensor in host memory. **Collective** over the ranks of the model's
+    meshes: a few numbers, to check that all are to make the same model.
 
     Args:
-        model: sharded with ``shard_model``, ``apply_plan`` or torch's ``fully_shard``, before its first forward.
-        device: where the values are computed; None is where the model was built, as a rule the CPU. ``"cuda"`` is
-            faster, and draws other numbers. The shards end up on their mesh's device, or on the CPU when offloaded.
-        seed: values as after ``torch.manual_seed(seed)``. None: as in the state that torch's generator had when
-            ``init_on_meta`` was entered.
-        init: called with each module, children first, as ``model.apply(init)`` right after construction, with
-            full-size parameters to write to in place (recorded, so without memory). The rest keeps constructed values.
-        exact: False is faster by about the number of ranks, and draws other numbers, from the same distributions: each
-            rank computes its share of the parameters, and sends their shards to the others. Values follow from the seed
-            and the construction, on any number of ranks, as long as the values are computed on the same device type.
-            In host memory each rank holds its share, of about the size of its shards, and one largest full tensor.
-            torch's generator ends in one state on all ranks, which is not that of construction.
+        model: built under ``init_on_meta``, and sharded with ``shard_model``, ``apply_plan`` or
+            torch's ``fully_shard``; before its first forward.
+        device: where the values are computed; None is where the model was built, as a rule the CPU.
+            ``"cuda"`` is faster, and draws other numbers: those of construction on a GPU under the
+            same seed. The shards end up on their mesh's device, or on the CPU when offloaded.
 
-    A model that was built under ``torch.device("meta")`` has no recording. Without ``init`` it gets what its own
-    ``reset_parameters`` methods, then ``init_weights`` or ``_init_weights`` (as in transformers), compute. torch's
-    default generator ends where ordinary construction leaves it, but without ``seed`` is left alone if someone drew
-    from it or seeded it since.
+    torch's default generator ends where ordinary construction leaves it, but is left alone if
+    someone drew from it or seeded it since.
 
     Raises:
-        ShardkitError: the model is not sharded, or not on meta; ranks have different seeds or constructions; values
-            would stay undefined. Nothing was changed.
+        ShardkitError: the model is not sharded, or was not built under ``init_on_meta``; ranks have
+            different seeds or constructions. Nothing was changed.
     """
     groups, targets = groups_of(model), find_targets(model)
-    ranks = model_group(target.tensor for target in targets)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        rule, fix = "materialize computes only this rank's shards", "Call shard_model(model) or fully_shard first"
+        rule, fix = (
+            "materialize computes only this rank's shards",
+            "Call shard_model(model) or fully_shard first",
+        )
         raise ShardkitError(message("model", "is not sharded", rule, fix))
     if not targets:
         problem = "has no parameters or buffers on the meta device"
-        rule = "materialize is called once, on a model that was built under init_on_meta() or torch.device('meta')"
-        raise ShardkitError(message("model", problem, rule, "Remove the call if the model has its values already"))
-    replay = None
-    try:
-        with together(groups, call="materialize") as poll:
-            replay = Replay(model, targets, init=init, device=device, seed=seed)
-            poll.same = {**replay.digest, "seed": seed, "exact": exact}
-            poll.fix = "Build the same model on all ranks, and call torch.manual_seed with one number before "
-            poll.fix += "init_on_meta() or pass materialize(model, seed=...); seed the data by rank afterwards"
-    except ShardkitError:
-        if replay is not None:
-            replay.undo()
-        raise
-    if exact:
-        _say_how_long(replay, ranks)
-        replay.compute()
-    else:
-        replay.compute_share(ranks)
+        rule = "materialize is called once, on a model that was built under init_on_meta()"
+        raise ShardkitError(
+            message("model", problem, rule, "Remove the call if the model has its values already")
+        )
+    with together(groups, call="materialize") as poll:
+        player = prepare(model, targets, device, settle=True)
+        poll.same = player.digests()
+        poll.fix = (
+            "Build the same model on all ranks, and call torch.manual_seed with one number before "
+        )
+        poll.fix += "init_on_meta(); seed the data by rank afterwards"
+    elements = sum(target.tensor.numel() for target in targets)
+    if player.device.type == "cpu" and elements > _MANY:
+        text = (
+            "materialize: each rank computes all %.1f billion elements on its CPU; device='cuda' "
+            "is faster"
+        )
+        logger.warning(text, elements / 1e9)
+    player.compute()
     install(model, targets)
-    replay.settle_generators()
     forget(model)
     return model
-
-
-def _say_how_long(replay: Replay, ranks: ModelGroup) -> None:
-    """Log on the first rank, where it takes long: for how long about, and what is faster. Local."""
-    generator = torch.Generator(replay.device)
-    if replay.device.type != "cpu" or not ranks.is_root or (drawn := replay.drawn()) < _MANY:
-        return
-    start = time.perf_counter()
-    torch.empty(1 << 20).normal_(generator=generator)
-    seconds = (time.perf_counter() - start) * drawn / (1 << 20)
-    text = "materialize: each rank draws all %.1f billion random numbers on its CPU, in about %.0f s. For other values "
-    text += "of the same distributions, materialize(model, exact=False) divides the work by the number of ranks, and "
-    text += "device='cuda' draws on the GPU"
-    logger.warning(text, drawn / 1e9, seconds)
 
 
 def forget(model: nn.Module) -> None:
@@ -140,7 +109,9 @@ def is_on_meta(tensor: Tensor) -> bool:
 
 
 def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta) -> list[Target]:
-    """Return the chosen parameters and buffers, and other meta tensors that modules hold, each once. Local, pure."""
+    """Return the chosen parameters and buffers, and other meta tensors that modules hold, each
+    once. Local, pure.
+    """
     found: dict[int, Target] = {}
     for path, module in model.named_modules():
         prefix = path + "." if path else ""
@@ -157,99 +128,43 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
     return list(found.values())
 
 
-class Replay(Player):
-    """Computes the values of meta tensors of a model. The constructor raises unless all can be computed. Local.
+def prepare(
+    model: nn.Module,
+    targets: list[Target],
+    device: torch.device | str | None = None,
+    settle: bool = False,
+) -> Player:
+    """Return what computes the ``value`` of the targets, and with ``settle`` leaves torch's
+    generators right.
 
-    ``compute`` sets the ``value`` of the targets. Arguments as of :class:`Player` and :func:`materialize`.
+    Local; raises unless all can be computed.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        targets: list[Target],
-        *,
-        init: Initializer | None = None,
-        device: torch.device | str | None = None,
-        seed: int | None = None,
-        draw_all: bool = True,
-    ) -> None:
-        self.targets, self._tape = targets, open_tape()
-        self._before = len(self._tape.recordings), torch.get_rng_state()
-        try:
-            _record_missing(model, targets, init)
-            _check_targets(targets, Definedness(self._tape.ops))
-            self._cutter = Cutter(model)
-            finals = [
-                Final(target.view, partial(self._cutter.cut, target)) for target in targets if target.view is not None
-            ]
-            super().__init__(self._tape, finals, device=device, seed=seed, draw_all=draw_all)
-        except BaseException:
-            self.undo()
-            raise
-        shapes = {", ".join(target.fqns): list(target.tensor.shape) for target in targets}
-        self.digest = {"the tensors": shapes, **self.digests()}
-
-    def compute_share(self, ranks: ModelGroup) -> None:
-        """Compute this rank's share of the sharded tensors, and exchange shards; others on each rank. Collective."""
-        sharded = [target for target in self.targets if isinstance(target.tensor, DTensor)]
-        loads = [(0, rank) for rank in ranks.ranks or (0,)]
-        owned: dict[int, list[Target]] = {rank: [] for _, rank in loads}
-        for target in sorted(sharded, key=lambda target: -target.tensor.nbytes):
-            load, rank = heapq.heappop(loads)
-            owned[rank].append(target)
-            heapq.heappush(loads, (load + target.tensor.nbytes, rank))
-        own, fulls = owned[dist.get_rank() if ranks.ranks else 0], dict[int, Tensor]()
-
-        def hold(target: Target, full: Tensor, alone: bool) -> None:
-            full = full.resolve_conj().resolve_neg()
-            fulls[id(target)] = full if alone else full.clone()
-
-        plain = [target for target in self.targets if not isinstance(target.tensor, DTensor)]
-        takes = [(each, self._cutter.cut) for each in plain] + [(each, hold) for each in own]
-        self.keep([Final(each.view, partial(take, each)) for each, take in takes if each.view is not None])
-        self.compute()
-        for target in sharded:
-            self._cutter.make_room(target)
-        for rank, targets in owned.items():
-            others = [each for each in ranks.ranks if each != rank]
-            moves = [(t.value, fulls.pop(id(t), None), t.view.dtype) for t in targets if t.view and t.value is not None]
-            if moves:
-                scatter((Move(*move) for move in moves), ModelGroup((rank, *others), ranks.mesh))
-
-    def undo(self) -> None:
-        """Drop the initializers that were recorded, and put torch's generator back."""
-        recordings, state = self._before
-        del self._tape.recordings[recordings:]
-        torch.set_rng_state(state)
-
-
-def _record_missing(model: nn.Module, targets: list[Target], init: Initializer | None) -> None:
     for target in targets:
         target.view = _recorded(target)
-    missing = [target for target in targets if target.view is None and target.slots]
-    if init is None and is_recorded(model):
-        # PEFT's adapters, put on after init_on_meta: reset_parameters of nn.Linear would not give lora_B its zeros.
-        problem = "was made on the meta device outside init_on_meta(), so its initial values were not recorded"
-        rule = "The rest of the model was recorded, and materialize does not guess values"
-        fix = "Make it inside init_on_meta() too (get_peft_model as well), or pass materialize(model, init=...)"
-        _refuse(missing, problem, rule, fix)
-    if missing or init is not None:
-        known = {id(target.tensor): target.view for target in targets if target.view is not None}
-        recorded = record_initializers(model, known, {id(target.tensor) for target in missing}, init)
-        for target in targets:
-            target.view = recorded.get(id(target.tensor), target.view)
+    _check_targets(targets)
+    cutter = Cutter(model)
+    finals = [
+        Final(target.view, partial(cutter.cut, target))
+        for target in targets
+        if target.view is not None
+    ]
+    return Player(open_tape(), finals, device, settle)
 
 
 def _recorded(target: Target) -> View | None:
-    """Find a tensor on the tape: by its storage, or by its module and name if it has a new storage."""
-    found = open_tape().find(target.tensor) if is_plain_meta(target.tensor) else None
-    if found is not None:
-        return found
-    views = [records[module].views.get(name) for module, name in target.slots if module in records]
-    known = list(dict.fromkeys(view for view in views if view is not None))
-    rule, fix = "Each was recorded with its own value", "Tie them inside init_on_meta()"
-    _refuse([target] if len(known) > 1 else [], "became one tensor after init_on_meta", rule, fix)
-    return known[0] if known else None
+    """Find a tensor on the tape: by its storage, or by its module and name if it has a new one."""
+    if is_plain_meta(target.tensor):
+        found = open_tape().find(target.tensor)
+        if found is not None:
+            return found
+    known: set[View] = set()
+    for module, name in target.slots:
+        if module in records and name in records[module].views:
+            known.add(records[module].views[name])
+    if len(known) > 1:
+        rule, fix = "Each was recorded with its own value", "Tie them inside init_on_meta()"
+        _refuse([target], "became one tensor after init_on_meta", rule, fix)
+    return next(iter(known), None)
 
 
 def _refuse(targets: list[Target], problem: str, rule: str, fix: str) -> None:
@@ -258,29 +173,59 @@ def _refuse(targets: list[Target], problem: str, rule: str, fix: str) -> None:
         raise ShardkitError(message(listing(names, most=len(names)), problem, rule, fix))
 
 
-def _check_targets(targets: list[Target], is_defined: Callable[[View], bool]) -> None:
-    rule = "The recorded initial values are plain tensors, and this class stores quantized ones"
-    quantized = [target for target in targets if is_wrapper(local_value(target.tensor))]
-    _refuse(quantized, "is quantized on the meta device", rule, "Quantize after materialize")
-    problem = "would stay uninitialized: neither the construction nor an initializer of the model writes all of it"
-    fix = "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them"
-    undefined = [target for target in targets if target.view is None or not is_defined(target.view)]
-    _refuse(undefined, problem, "", fix)
+def _check_targets(targets: list[Target]) -> None:
+    rule = "Its initial values were not recorded, and materialize does not guess values"
+    fix = (
+        "Build the model, its adapters (get_peft_model) and its initializers inside init_on_meta()"
+    )
+    missing = [target for target in targets if target.view is None]
+    _refuse(missing, "was made on the meta device outside init_on_meta(), or quantized", rule, fix)
+    written = open_tape().written()
+    garbage = [target for target in targets if target.view and target.view.storage not in written]
+    problem = "would stay uninitialized: its construction writes nothing to it"
+    _refuse(garbage, problem, "", "Initialize it inside init_on_meta()")
     # A parameter from before fully_shard would get values of its own, and never train.
     registered = [target.view for target in targets if target.slots]
-    old = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered]
-    fix = "Shard with shard_model, which updates such references, or remove the reference before sharding"
-    _refuse(old, "is a parameter that fully_shard has replaced in its module, and would not train", "", fix)
-    changed = [target for target in targets if target.view and target.view.size != tuple(target.tensor.shape)]
-    _refuse(changed, "has another shape than was recorded", "", "Change the shape inside init_on_meta()")
+    old = [
+        t
+        for t in targets
+        if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered
+    ]
+    fix = (
+        "Shard with shard_model, which updates such references, or remove the reference before "
+        "sharding"
+    )
+    _refuse(
+        old,
+        "is a parameter that fully_shard has replaced in its module, and would not train",
+        "",
+        fix,
+    )
+    changed = [
+        target
+        for target in targets
+        if target.view and target.view.size != tuple(target.tensor.shape)
+    ]
+    _refuse(
+        changed, "has another shape than was recorded", "", "Change the shape inside init_on_meta()"
+    )
     check_unbound(targets)
 
 
 def check_unbound(targets: list[Target]) -> None:
-    """Raise if ``install`` would lose a gradient hook, or be refused because of a weak reference."""
+    """Raise if ``install`` would lose a gradient hook, or be refused because of a weak
+    reference.
+    """
     sharded = [target for target in targets if isinstance(target.tensor, DTensor)]
-    bound = [target for target in sharded if weakref.getweakrefs(target.tensor) or tensor_hooks(target.tensor)]
-    rule = "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak references"
+    bound = [
+        target
+        for target in sharded
+        if weakref.getweakrefs(target.tensor) or tensor_hooks(target.tensor)
+    ]
+    rule = (
+        "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak "
+        "references"
+    )
     fix = "Register the hook, or create the reference, after materialize"
     _refuse(bound, "has a hook of register_hook, or a weak reference to it exists", rule, fix)
 
@@ -289,11 +234,15 @@ def check_unbound(targets: list[Target]) -> None:
 
 
 def target_device(model: nn.Module) -> Callable[[Tensor], torch.device]:
-    """Return a function that says where each tensor belongs: on its (or the first) mesh, or on the CPU if offloaded."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    offloaded = {id(param) for module in sharded for param in offloaded_parameters(module)}
-    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
-    plain = device_of(meshes[0]) if meshes else torch.device("cpu")
+    """Return a function that says where each tensor belongs: on its (or the first) mesh, or on the
+    CPU if offloaded.
+    """
+    offloaded: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            offloaded.update(id(param) for param in offloaded_parameters(module))
+    first = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
+    plain = torch.device("cpu") if first is None else device_of(first.device_mesh)
 
     def device(tensor: Tensor) -> torch.device:
         if not isinstance(tensor, DTensor):
@@ -308,36 +257,34 @@ class Cutter:
 
     def __init__(self, model: nn.Module) -> None:
         self._device = target_device(model)
-        self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
+        self._storages: dict[
+            int, torch.UntypedStorage
+        ] = {}  # of plain tensors, so that aliases stay aliases
 
-    def cut(self, target: Target, full: Tensor, alone: bool) -> None:
-        """Set ``target.value`` from the full value; if ``alone``, its memory may be kept."""
-        tensor, device = target.tensor, self._device(target.tensor)
+    def cut(self, target: Target, full: Tensor) -> None:
+        """Set ``target.value`` from the full value, whose memory may be kept as a whole."""
+        tensor, view, device = target.tensor, target.view, self._device(target.tensor)
+        assert view is not None
         if isinstance(tensor, DTensor):
-            part = local_part(full, tensor).resolve_conj().resolve_neg()  # a collective sends the memory as it is
-            alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
-            local = part.to(device, tensor.dtype, copy=not alone, memory_format=torch.contiguous_format)
+            # a collective sends memory as it is
+            part = local_part(full, tensor).resolve_conj().resolve_neg()
+            local = part.to(device, tensor.dtype, copy=True, memory_format=torch.contiguous_format)
             target.value = as_sharded(wrapped_as(local, local_tensor(tensor)), tensor)
         elif full.dtype != tensor.dtype:
             target.value = full.to(device, tensor.dtype, copy=True)
         else:
-            assert target.view is not None
-            if target.view.storage not in self._storages:
-                in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device).set_(full.untyped_storage())
-                self._storages[target.view.storage] = in_bytes.to(device).untyped_storage()
-            target.value = target.view.of(self._storages[target.view.storage])
-
-    def make_room(self, target: Target) -> None:
-        """Set ``target.value`` of a sharded tensor to memory for its value."""
-        tensor = target.tensor
-        assert isinstance(tensor, DTensor), "others are computed on each rank"
-        like = local_tensor(tensor)
-        local = torch.empty(like.shape, dtype=tensor.dtype, device=self._device(tensor))
-        target.value = as_sharded(wrapped_as(local, like), tensor)
+            if view.storage not in self._storages:
+                in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device).set_(
+                    full.untyped_storage()
+                )
+                self._storages[view.storage] = in_bytes.to(device).untyped_storage()
+            target.value = view.of(self._storages[view.storage])
 
 
 def install(model: nn.Module, targets: Iterable[Target]) -> None:
-    """Give each tensor object its value. The objects stay, so optimizers, ties and attributes keep working."""
+    """Give each tensor object its value. The objects stay, so optimizers, ties and attributes keep
+    working.
+    """
     for target in targets:
         tensor, value = target.tensor, target.value
         assert value is not None
@@ -347,11 +294,14 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
         target.value, hooks = None, post_accumulate_hooks(tensor)
         try:
             torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
-        except RuntimeError:  # a weak reference to it, or a view of it, holds on to its present content
+        # a weak reference to it, or a view of it, holds on to its present content
+        except RuntimeError:
             if isinstance(tensor, DTensor):
                 raise
             for module, name in target.slots:
-                places: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                places: dict[str, Any] = (
+                    module._parameters if name in module._parameters else module._buffers
+                )
                 places[name] = value
             for put in target.places:
                 put(value)

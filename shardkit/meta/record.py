@@ -1,19 +1,24 @@
-"""Recording: construction runs on meta tensors, and every aten call is appended to a tape."""
+"""init_on_meta: construction runs on meta tensors, and every aten call is appended to a tape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from shardkit._torch import dispatch, has_own_dispatch
+from shardkit._torch import dispatch, has_own_dispatch, is_wrapper
 from shardkit.errors import ShardkitError, message
 from shardkit.meta.replay import evaluate
-from shardkit.meta.tape import Op, Recording, Stream, Tape, View, leaves, map_leaves, tensors_of, view_of
+from shardkit.meta.tape import Op, Stream, Tape, View, map_leaves, open_tape, tensors_of
+from shardkit.shards import local_value
 
 aten = torch.ops.aten
 
@@ -23,208 +28,337 @@ _FILLS = {
     "cauchy_", "log_normal_", "_foreach_zero_", "_foreach_copy_",
 }  # fmt: skip
 # Ops that make memory and write nothing to it.
-_EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
+_EMPTY = {
+    "empty",
+    "empty_strided",
+    "empty_permuted",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+}
+
+
+class Record(NamedTuple):
+    """What was recorded of one module."""
+
+    tape: Tape  # strong, so that it lives as long as a model waits for it
+    views: dict[str, View]  # of its parameters and buffers when recording ended
+
+
+_current: Recorder | None = None
+# By module and name, because fully_shard replaces the tensors and frees their storages.
+records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def init_on_meta() -> Iterator[None]:
+    """Build models without memory, so that ``materialize`` can compute their ordinary values later.
+    Local.
+
+    Inside the context every tensor that is made is a meta tensor, which holds no memory, and each
+    operation on it is recorded. The code of the model sees ordinary tensors: it need not know about
+    the meta device, and needs no ``reset_parameters``, ``init_weights`` or ``param_init_fn``.
+
+    Everything that computes initial values belongs inside: your initializers, ``load_state_dict``,
+    ties, casts. Real tensors that were made outside can be read, not written. What depends on
+    values (``tensor.item()``) is computed immediately, which costs time and, briefly, memory.
+    Python's and numpy's random numbers are drawn as usual. On exit torch's generators have a
+    placeholder state; ``materialize`` sets the state that ordinary construction leaves, unless they
+    were seeded since. Enter it in one thread at a time.
+
+    Raises:
+        ShardkitError: the code uses a DTensor, or writes to a tensor from outside.
+
+    Examples:
+        >>> with init_on_meta():
+        ...     model = Transformer(config)
+        >>> shard_model(model)
+        >>> materialize(model)
+    """
+    global _current
+    if _current is not None:  # contexts inside each other are one
+        yield
+        return
+    device = torch.get_default_device()
+    recorder = _current = Recorder(
+        open_tape(torch.device("cpu") if device.type == "meta" else device)
+    )
+    try:
+        with dispatch.recorded_samplers(recorder.record_sampler), _LooksReal(recorder), recorder:
+            yield
+    except BaseException:
+        recorder.close(failed=True)
+        raise
+    else:
+        recorder.close(failed=False)
+    finally:
+        _current = None
+    _note_modules(recorder.tape)
+
+
+def _note_modules(tape: Tape) -> None:
+    """Note which tensors of each module alive are on the tape.
+
+    Through the garbage collector, because modules and parameters come about in too many ways to hook:
+    deep copies, unpickling, writes to module._parameters.
+    """
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module) or "_parameters" not in vars(module):
+            continue
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if isinstance(tensor, Tensor) and is_wrapper(tensor):
+                tensor = local_value(tensor)  # float8 training weights wrap one plain tensor
+            view = tape.find(tensor) if is_plain_meta(tensor) else None
+            if view is not None:
+                records.setdefault(module, Record(tape, {})).views[name] = view
+
+
+def is_plain_meta(tensor: Any) -> bool:
+    """Return whether this is a meta tensor with its own storage: no DTensor or other wrapper, not
+    lazy.
+    """
+    if not isinstance(tensor, Tensor) or is_lazy(tensor):
+        return False
+    return tensor.is_meta and not has_own_dispatch(type(tensor))
+
+
+def is_recorded(model: nn.Module) -> bool:
+    """Return whether ``materialize`` can replay how the model was constructed. Local, pure."""
+    return any(module in records for module in model.modules())
 
 
 class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends every aten call to its tape and runs it on the meta device only.
 
-    Ops on real tensors alone run as usual. A real tensor used together with a meta tensor becomes a constant.
+    Ops on real tensors alone run as usual. A real tensor used together with a meta tensor becomes a
+    constant.
     """
 
-    def __init__(self, tape: Tape, device: torch.device) -> None:
+    def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self._before: dict[Stream, Tensor] = {}  # the state of each generator at its first use
-        default = self._stream(torch.default_generator)
-        self._recording = Recording(len(tape.ops), device, default.enter())
+        self._stream(torch.default_generator).enter()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one aten call: recorded and on meta, or for real where only real tensors take part."""
+        """Run one aten call: recorded and on meta, or for real where only real tensors take
+        part.
+        """
         kwargs = kwargs or {}
         tensors = tensors_of((args, kwargs))
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             rule = "A model is built with plain tensors, and sharded afterwards"
-            raise ShardkitError(message("a DTensor", "is used inside init_on_meta", rule, "Call shard_model after it"))
+            fix = "Call shard_model after it"
+            raise ShardkitError(message("a DTensor", "is used inside init_on_meta", rule, fix))
         if any(has_own_dispatch(type(tensor)) for tensor in tensors):
             return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
-        with dispatch.no_torch_function():  # FakeDeviceMode is for the model's code, not for ours
-            if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
-                return args[0] if args[0].is_meta else self._stand_in(args[0])
-            return self._record(func, args, kwargs) if _makes_tensor(func, tensors) else func(*args, **kwargs)
+        is_random = dispatch.has_tag(func, "nondeterministic_seeded")
+        makes = (not tensors or _name(func) in _EMPTY) and "device" in _argument_names(func)
+        with dispatch.no_torch_function():  # _LooksReal is for the model's code, not for ours
+            # torch.tensor, from_numpy: memory that nobody else has
+            if func is aten.lift_fresh.default:
+                return self._on_meta(args[0])
+            if is_random or makes or any(tensor.is_meta for tensor in tensors):
+                return self._record(func, args, kwargs, is_random)
+            return func(*args, **kwargs)
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        real_of: dict[int, Tensor] = {}  # by id of the stand-in
-
-        def on_meta(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.is_meta:
-                return leaf
-            stand_in = self._stand_in(leaf)
-            real_of[id(stand_in)] = leaf
-            return stand_in
-
-        args, kwargs = map_leaves(on_meta, (args, kwargs))
-        if dispatch.has_tag(func, "data_dependent_output"):  # item(), equal(): the value decides what comes next
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_random: bool
+    ) -> Any:
+        _refuse_real_writes(func, args, kwargs)
+        args, kwargs = map_leaves(self._on_meta, (args, kwargs))
+        if dispatch.has_tag(func, "data_dependent_output"):  # item(), equal(): what comes next
             return self._run_on_values(func, args, kwargs)
-        op = self._describe(func, args, kwargs)
+        op = self._describe(func, args, kwargs)  # before the call, which may change sizes
         out = self._run_on_meta(func, args, kwargs)
-        op.outs = tuple(None if self.tape.find(tensor) else self._add(tensor) for tensor in tensors_of(out))
-        random = dispatch.has_tag(func, "nondeterministic_seeded")
-        if op.writes or random or any(op.outs):  # else a view, or a change of sizes and strides
-            self._append(op, kwargs.get("generator") or torch.default_generator if random else None)
-            written = {view for view, _ in op.writes}
-            for stand_in in tensors_of((args, kwargs)):
-                if id(stand_in) in real_of and self.view(stand_in) in written:  # real.normal_()
-                    real_of[id(stand_in)].detach().copy_(self.value(stand_in))
-        return map_leaves(lambda leaf: real_of.get(id(leaf), leaf), out)
+        for tensor in tensors_of(out):
+            view = None if self.tape.find(tensor) else self.tape.add(tensor)
+            op.outs.append(view)
+            if view is not None:
+                op.makes.add(view.storage)
+        if is_random:
+            self._append(op, kwargs.get("generator") or torch.default_generator)
+        elif op.changes():  # else a view, or a change of sizes and strides
+            self._append(op)
+        return out
 
-    def record_sampler(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+        """Return the op of a call: what it reads, and what it writes and how."""
+        name = _name(func)
+        if name in _EMPTY:
+            return Op()
+        given = args, kwargs
+        args, kwargs = map_leaves(self._as_view, given)
+        op = Op(func, args, kwargs, default_dtype=torch.get_default_dtype())
+        op.on_device = "device" in _argument_names(func)
+        op.kwargs.pop("device", None)
+        op.kwargs.pop("pin_memory", None)
+        looks_at_sizes = name.endswith("_like") or name.startswith("new_")
+        if looks_at_sizes or dispatch.has_tag(func, "inplace_view"):  # set_, resize_, t_: no values
+            return op
+        written = []
+        for argument, value in _arguments(func, *given):
+            views = [self.view(tensor) for tensor in tensors_of(value)]
+            if _is_written(argument):
+                overwrites = argument.is_out or name in _FILLS
+                written += [(view, overwrites) for view in views]
+            else:
+                op.reads.update(view.storage for view in views)
+        for view, overwrites in written:
+            self._note_write(op, view, overwrites)
+        return op
+
+    def _note_write(self, op: Op, view: View, overwrites: bool) -> None:
+        if not overwrites or view.storage in op.reads:
+            op.reads.add(view.storage)
+            op.updates.add(view.storage)
+        elif view.covers(self.tape.storages[view.storage]):
+            op.makes.add(view.storage)
+        else:
+            op.updates.add(view.storage)
+
+    def record_sampler(
+        self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
         """Append a Python function that fills ``tensor`` at random, as one op."""
         view = self.view(tensor)
-        generators = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-        writes = (self._write(view, True),)
-        op = Op(func, (view, *args), kwargs, writes=writes, default_dtype=torch.get_default_dtype())
-        self._append(op, *generators or [torch.default_generator])
+        op = Op(func, (view, *args), kwargs, default_dtype=torch.get_default_dtype())
+        self._note_write(op, view, overwrites=True)
+        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)]
+        self._append(op, given[0] if given else torch.default_generator)
 
     def view(self, tensor: Tensor) -> View:
         """Return a meta tensor as a View; a storage that is not on the tape is added."""
         found = self.tape.find(tensor)
-        if found is None:  # made where no mode sees it (by a storage's own methods), or on meta before recording began
-            found = self._add(tensor)
-            self._append(Op(None, outs=(found,), undefined=True))
+        if found is None:  # made where no mode sees it (by a storage's own methods), or before
+            found = self._constant(tensor, None)
         return found
 
     def value(self, tensor: Tensor) -> Tensor:
+        """Compute the present value of a meta tensor."""
         return evaluate(self.tape, self.view(tensor))
 
     def close(self, failed: bool) -> None:
-        """End the recording: leave generators where replay takes them on, or as they were before if it failed."""
+        """Leave generators where replay takes them on, or as they were before if the code
+        failed.
+        """
         for stream, state in self._before.items():
             if failed:
                 stream.generator.set_state(state)
             else:
-                self._recording.ends[stream] = stream.leave()
-        if not failed:
-            self.tape.recordings.append(self._recording)
-
-    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
-        """Return the op of a call: what it reads, and what it writes and how."""
-        name, names = _name(func), _argument_names(func)
-        reads: list[View] = []
-        written: list[tuple[View, bool]] = []
-        arguments = dispatch.schema(func).arguments
-        given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-        for argument, value in given:
-            views = [self.view(tensor) for tensor in tensors_of(value)]
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written += [(view, argument.is_out or name in _FILLS) for view in views]
-            elif not (name in _EMPTY or name.endswith("_like") or name.startswith("new_")):
-                reads += views  # the others look at sizes only
-        if dispatch.has_tag(func, "inplace_view"):  # set_, resize_, t_: of sizes and strides, not of values
-            reads, written = [], []
-        read = {view.storage for view in reads}
-        writes = tuple(self._write(view, overwrites and view.storage not in read) for view, overwrites in written)
-        args, kwargs = map_leaves(lambda leaf: self.view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-        op = Op(func, args, kwargs, reads=tuple(reads), writes=writes, default_dtype=torch.get_default_dtype())
-        op.undefined, op.on_device = name in _EMPTY, "device" in names
-        return op
-
-    def _write(self, view: View, overwrites: bool) -> tuple[View, str]:
-        return view.written(self.tape.storages[view.storage].nbytes(), overwrites=overwrites)
+                stream.leave()
 
     def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if "device" in _argument_names(func):
-            kwargs = {**kwargs, "device": torch.device("meta")}
         # Some meta kernels raise for a generator of the CPU: exponential_, geometric_ (torch 2.13).
-        kwargs = {n: None if n == "generator" else value for n, value in kwargs.items() if n != "pin_memory"}
+        kwargs = {
+            name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")
+        }
+        on_meta = {name: None if name == "generator" else value for name, value in kwargs.items()}
+        if "device" in _argument_names(func):
+            on_meta["device"] = torch.device("meta")
         if not dispatch.has_tag(func, "dynamic_output_shape") or _name(func) == "index":
             try:
-                return func(*args, **kwargs)
+                return func(*args, **on_meta)
             except NotImplementedError:
                 pass  # no meta kernel, or an index by mask
         # The shapes follow from values: compute the call for real, once, and keep the shapes.
-        kwargs.pop("device", None)
         with torch.random.fork_rng(devices=[]):
             out = self._run_on_values(func, args, kwargs)
         return map_leaves(lambda leaf: _meta_like(leaf) if isinstance(leaf, Tensor) else leaf, out)
 
-    def _append(self, op: Op, generator: torch.Generator | None = None) -> None:
-        if generator is not None:
-            op.stream = self._stream(generator)
-            op.at = op.stream.draw(len(self.tape.ops))
-        self.tape.ops.append(op)
-
-    def _add(self, tensor: Tensor) -> View:
-        return view_of(tensor, self.tape.add(tensor.untyped_storage()))
-
-    def _stream(self, generator: torch.Generator) -> Stream:
-        if id(generator) not in self.tape.streams:
-            self.tape.streams[id(generator)] = Stream(generator)
-        stream = self.tape.streams[id(generator)]
-        if stream not in self._before:
-            self._before[stream] = generator.get_state()
-        return stream
-
     def _run_on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call for real, on the values that its meta tensors have at this point."""
-        args, kwargs = map_leaves(lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        args, kwargs = map_leaves(
+            lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
-    def _stand_in(self, real: Tensor) -> Tensor:
+    def _append(self, op: Op, generator: torch.Generator | None = None) -> None:
+        if generator is not None:
+            op.generator = generator
+            op.before = self._stream(generator).draw(len(self.tape.ops))
+        self.tape.ops.append(op)
+
+    def _stream(self, generator: torch.Generator) -> Stream:
+        if generator not in self.tape.streams:
+            self.tape.streams[generator] = Stream(generator)
+        stream = self.tape.streams[generator]
+        self._before.setdefault(stream, generator.get_state())
+        return stream
+
+    def _as_view(self, leaf: Any) -> Any:
+        return self.view(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _on_meta(self, leaf: Any) -> Any:
         """Return a meta tensor for a real one, whose present value is recorded as a constant."""
-        value = real.detach().clone()  # it may change later, and so may memory that torch does not own, as numpy's
+        if not isinstance(leaf, Tensor) or leaf.is_meta:
+            return leaf
+        value = leaf.detach().clone()  # it may change later, and so may memory of numpy
         meta = _meta_like(value)
-        self._append(Op(None, outs=(self._add(meta),), value=value))
+        self._constant(meta, value)
         return meta
 
+    def _constant(self, tensor: Tensor, value: Tensor | None) -> View:
+        view = self.tape.add(tensor)
+        self._append(Op(outs=[view], makes={view.storage}, value=value))
+        return view
 
-class FakeDeviceMode(TorchFunctionMode):
-    """Makes meta tensors look like ordinary ones: transformers, torch.nn.init and others skip initializers for them.
+
+class _LooksReal(TorchFunctionMode):
+    """Makes meta tensors look like ordinary ones: transformers, torch.nn.init and others skip meta
+    tensors.
 
     Methods that return values (``tolist``, ``numpy``) compute them from the tape.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._recorder = recorder
-        self._device = device
-        answers = {"device": device, "is_meta": False, "is_cpu": device.type == "cpu", "is_cuda": device.type == "cuda"}
+        self._recorder, self._device = recorder, recorder.tape.device
+        kind = self._device.type
+        answers = {
+            "device": self._device,
+            "is_meta": False,
+            "is_cpu": kind == "cpu",
+            "is_cuda": kind == "cuda",
+        }
         # By the function that a mode sees when an attribute of a tensor is read.
         self._answers = {getattr(Tensor, name).__get__: answer for name, answer in answers.items()}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer as for an ordinary tensor; anything else runs unchanged."""
         kwargs = kwargs or {}
-        if func is Tensor.to and any(isinstance(arg, Tensor) and arg.is_meta for arg in (*args, *kwargs.values())):
-            return self._to(args[0], args[1:], kwargs)
-        if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
-            return func(*args, **kwargs)
-        if func in self._answers:
+        on_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+        if func is Tensor.to:
+            args = (args[0], *(self._target(arg, on_meta) for arg in args[1:]))
+            kwargs = {name: self._target(value, on_meta) for name, value in kwargs.items()}
+        elif on_meta and func in self._answers:
             return self._answers[func]
-        if func in _VALUES:
+        elif on_meta and func in _VALUES:
             return func(self._recorder.value(args[0]), *args[1:], **kwargs)
-        if func is Tensor.cpu and self._device.type == "cpu":
+        elif on_meta and func is Tensor.cpu and self._device.type == "cpu":
             return args[0]
         return func(*args, **kwargs)
 
-    def _to(self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Run ``tensor.to(...)``; to the device that the tensors pretend to be on, it is only a cast."""
-        names: tuple[str, ...] = ("device", "dtype", "non_blocking", "copy")
-        if args and isinstance(args[0], (torch.dtype, Tensor)):
-            names = ("dtype" if isinstance(args[0], torch.dtype) else "tensor", "non_blocking", "copy")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        other = given.pop("tensor", None)
-        if other is not None:
-            given |= {"device": self._device if other.is_meta else other.device, "dtype": other.dtype}
-        device, dtype = given.pop("device", None), given.pop("dtype", None) or tensor.dtype
-        if device is None or torch.device(device).type == self._device.type:
-            return Tensor.to(tensor, dtype, **given)
-        return Tensor.to(tensor, device, dtype, **given)
+    def _target(self, arg: Any, on_meta: bool) -> Any:
+        """Return an argument of ``to`` in the terms of meta tensors, which are all on one
+        device.
+        """
+        if isinstance(arg, Tensor):
+            return arg.dtype
+        is_device = on_meta and isinstance(arg, (str, torch.device))
+        return "meta" if is_device and torch.device(arg).type == self._device.type else arg
 
 
 _VALUES = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
@@ -242,8 +376,26 @@ def _argument_names(func: Any) -> set[str]:
     return {argument.name for argument in dispatch.schema(func).arguments}
 
 
-def _makes_tensor(func: Any, tensors: list[Tensor]) -> bool:
-    """Return whether a call belongs on the tape: it uses meta tensors, draws random numbers, or allocates."""
-    if any(tensor.is_meta for tensor in tensors) or dispatch.has_tag(func, "nondeterministic_seeded"):
-        return True
-    return (not tensors or _name(func) in _EMPTY) and "device" in _argument_names(func)
+def _arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of a call's schema with what was given for them."""
+    for position, argument in enumerate(dispatch.schema(func).arguments):
+        if position < len(args):
+            yield argument, args[position]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _refuse_real_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for argument, value in _arguments(func, args, kwargs):
+        if _is_written(argument) and not all(tensor.is_meta for tensor in tensors_of(value)):
+            problem = f"is written inside of it, by {_name(func)}"
+            rule = "What a construction computes has no values yet"
+            raise ShardkitError(
+                message("a tensor from outside init_on_meta", problem, rule, "Make it inside")
+            )

@@ -1,274 +1,252 @@
-"""Replay: run a tape on a real device, in the order of recording, with each tensor in memory while it is in use.
+"""Replay: run a tape on a real device, in the order of recording, each tensor in memory while it is
+used.
 
-Ops that no wanted value depends on are left out. A random op whose result is not used still draws its numbers, if a
-later one begins in the state that it leaves.
+Calls that no wanted value depends on are left out. One that draws random numbers runs also where
+its result is not used, if a later one begins in the state that it leaves.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-import math
-from bisect import bisect
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardkit._torch import dispatch
-from shardkit.meta.tape import Op, Recording, State, Stream, Tape, View, hash_bytes, map_leaves, tensors_of, view_of
-
-Device: TypeAlias = torch.device | str | None
+from shardkit.meta.tape import Op, Tape, View, map_leaves, tensors_of, view_of
 
 
 class Final(NamedTuple):
-    """A value to compute: ``take(value, alone)`` gets it once; if ``alone``, its memory may be kept."""
+    """A value to compute: ``take`` gets it once, and copies what it keeps unless it keeps all of
+    it.
+    """
 
     view: View
-    take: Callable[[Tensor, bool], object]
+    take: Callable[[Tensor], object]
 
 
 class Step(NamedTuple):
     """One op of a replay."""
 
-    at: int  # the index of the op on the tape
+    number: int  # of the op on the tape
     op: Op
-    computes: bool  # False: only its random numbers are needed
-    before: State | int | None  # the state of its generator: as someone set it, or as the op of that index leaves it
-    saves: bool  # a step that is not the next one begins with the state that it leaves
-    finals: list[Final]  # taken after it
+    finished: set[int]  # wanted storages that nobody changes after it
     frees: set[int]  # storages that no later step uses
 
 
-def plan(
-    ops: list[Op], finals: list[Final], states: Mapping[Stream, list[State | int]], ends: Mapping[Stream, State | int]
-) -> list[Step]:
-    """Return the steps that lead to the finals and to the generators' states ``ends``.
-
-    An op is needed if it changes memory that a later step reads, or leaves a state that a later step begins with.
+def plan(ops: list[Op], wanted: Collection[int], states: Collection[Tensor | int]) -> list[Step]:
+    """Return the steps that lead to the final content of the wanted storages, and to generator
+    states.
     """
-    last_change = {storage: index for index, op in enumerate(ops) for storage in op.changed()}
-    due: dict[int, list[Final]] = defaultdict(list)
-    for final in finals:
-        due[last_change[final.view.storage]].append(final)
-    steps: list[Step] = []
-    read: set[int] = set()  # by later steps
-    following = dict(ends)  # what the next step of each stream begins with
-    begun = {end for end in ends.values() if isinstance(end, int)}  # the ops whose states later steps begin with
-    saved: set[int] = set()
-    for index in range(len(ops) - 1, -1, -1):
-        op = ops[index]
-        # How many numbers it draws may follow from the values that it reads.
-        computes = index in due or (index in begun and op.uses_values()) or not read.isdisjoint(op.changed())
-        if not (computes or index in begun):
+    last_change = {storage: number for number, op in enumerate(ops) for storage in op.changes()}
+    drawn = {state for state in states if isinstance(state, int)}  # ops whose states are needed
+    live: set[int] = set()  # storages that later steps need
+    steps = []
+    for number in reversed(range(len(ops))):
+        op = ops[number]
+        changes = op.changes()
+        finished = {
+            storage for storage in changes if storage in wanted and last_change[storage] == number
+        }
+        if not (finished or number in drawn or not live.isdisjoint(changes)):
             continue
-        before = None
-        if op.stream is not None:
-            before, then = states[op.stream][op.at], following.get(op.stream)
-            following[op.stream] = before
-            begun.update([before] if isinstance(before, int) else [])
-            saved.update([then] if isinstance(then, int) and then != index else [])
-        used = {*op.changed(), *(view.storage for view in op.reads)} if computes else set()
-        steps.append(Step(index, op, computes, before, index in saved, due.get(index, []), used - read))
-        read.update(used)
-        read.difference_update(op.made() if computes else ())
+        if isinstance(op.before, int):
+            drawn.add(op.before)
+        used = changes | op.reads
+        steps.append(Step(number, op, finished, used - live))
+        live |= used
+        live -= op.makes
     return steps[::-1]
 
 
 class Player:
-    """Runs a tape on a device and hands out final values.
-
-    Args:
-        device: where everything is computed; None is where the first of them was recorded.
-        seed: begin the first recording of a wanted value with it, and let later ones go on from there; None: with the
-            states that they found.
-        draw_all: draw all random numbers, so that generators can be left as after construction; else only as many as
-            the values need, such as none for a table of frequencies.
+    """Computes values of a tape on a device, and with ``settle`` also where generators end.
+    Local.
     """
 
     def __init__(
-        self, tape: Tape, finals: list[Final], *, device: Device = None, seed: int | None = None, draw_all: bool = True
+        self,
+        tape: Tape,
+        finals: list[Final],
+        device: torch.device | str | None = None,
+        settle: bool = False,
     ) -> None:
-        recordings = self._recordings(tape, finals)
-        self._tape, self._seed = tape, seed
-        self.device = torch.device(device or (recordings[0].device if recordings else "cpu"))
-        states = {stream: list(stream.states) for stream in tape.streams.values()}
-        if seed is not None and recordings:
-            default = tape.streams[id(torch.default_generator)]
-            states[default][recordings[0].entry] = State(torch.Generator().manual_seed(seed).get_state())
-            for one, following in pairwise(recordings):
-                if isinstance(states[default][following.entry], State):  # seeded between the two
-                    states[default][following.entry] = states[default][one.ends[default]]
-        self._marks = recordings[-1].ends if draw_all and recordings else {}
-        self._ends = {stream: states[stream][end] for stream, end in self._marks.items()}
-        self._steps, self._states = plan(tape.ops, finals, states, self._ends), states
-        on_device = dispatch.default_generator(self.device)
-        self._generators = {s: on_device if s.is_default else torch.Generator(s.generator.device) for s in states}
-        self._drew: dict[Stream, int] = {}  # the last op that drew
-        self._saved: dict[int, Tensor] = {}  # states after ops, by index
-        self._left: dict[Stream, Tensor] = {}  # states at the end
-        self._real: dict[int, torch.UntypedStorage] = {}
-
-    @staticmethod
-    def _recordings(tape: Tape, finals: list[Final]) -> list[Recording]:
-        """Return the recordings from the first to the last one that changed memory of a wanted value."""
-        storages = {final.view.storage for final in finals}
-        changes = [index for index, op in enumerate(tape.ops) if not storages.isdisjoint(op.changed())]
-        starts = [recording.start for recording in tape.recordings]
-        ends = [bisect(starts, index) for index in (*changes[:1], *changes[-1:])] or [1, 0]
-        return tape.recordings[ends[0] - 1 : ends[1]]
-
-    def keep(self, finals: list[Final]) -> None:
-        """Compute these alone, each draw from a state of its own: other values, the same with whichever finals."""
-        self._marks, self._ends = {}, {}
-        for found in self._states.values():
-            digest = hashlib.sha256()
-            for at, state in enumerate(found):
-                if isinstance(state, State):
-                    digest = hashlib.sha256()
-                    hash_bytes(digest, state.value)
-                else:
-                    digest.update(b"next")
-                    generator = torch.Generator().manual_seed(int.from_bytes(digest.digest()[:7], "little"))
-                    found[at] = State(generator.get_state())
-        self._steps = plan(self._tape.ops, finals, self._states, {})
-
-    def drawn(self) -> int:
-        """Return how many random numbers will be drawn, if ops draw one for each element."""
-        drawn = (step.op for step in self._steps if step.op.stream is not None)
-        views = (view for op in drawn for view in [*op.outs, *(view for view, _ in op.writes)] if view is not None)
-        return sum(math.prod(view.size) for view in views)
+        self._tape = tape
+        self.device = torch.device(device or tape.device)
+        self._finals: dict[int, list[Final]] = {}  # by storage
+        for final in finals:
+            self._finals.setdefault(final.view.storage, []).append(final)
+        self._ends: dict[torch.Generator, Tensor | int] = {}
+        for stream in tape.streams.values() if settle else ():
+            position = stream.position()
+            if position is not None:  # else someone seeded it or drew since
+                self._ends[stream.generator] = stream.states[position]
+        self.steps = plan(tape.ops, self._finals, self._ends.values())
+        # A state is saved if the next step that draws from the generator does not begin with it.
+        last: dict[torch.Generator | None, int] = {}
+        begins = [(step.op.generator, step.op.before, step.number) for step in self.steps]
+        begins += [(generator, state, -1) for generator, state in self._ends.items()]
+        self._to_save: set[int] = set()
+        for generator, state, number in begins:
+            if isinstance(state, int) and last.get(generator) != state:
+                self._to_save.add(state)
+            last[generator] = number
+        self._saved: dict[int, Tensor] = {}
+        self._last: dict[torch.Generator, int] = {}
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        self._generators: dict[torch.Generator, torch.Generator] = {}
+        for generator in tape.streams:
+            is_default = generator is torch.default_generator
+            own = (
+                dispatch.default_generator(self.device)
+                if is_default
+                else torch.Generator(generator.device)
+            )
+            self._generators[generator] = own
 
     def compute(self) -> None:
-        """Replay. Local; torch's default generator and dtype are as before afterwards."""
-        generator, dtype = dispatch.default_generator(self.device), torch.get_default_dtype()
-        state = generator.get_state()
+        """Run all steps; afterwards torch's default dtype and generator are as before, or where
+        they end.
+        """
+        default, dtype = dispatch.default_generator(self.device), torch.get_default_dtype()
+        before, ends = default.get_state(), {}
         try:
             with torch.no_grad():
-                for step in self._steps:
+                for step in self.steps:
                     self._run(step)
-            for stream, end in self._ends.items():
-                self._go_to(stream, end)
-                self._left[stream] = self._generators[stream].get_state()
+            for generator, state in self._ends.items():
+                self._restore(generator, state)
+                ends[generator] = self._generators[generator].get_state()
         finally:
-            generator.set_state(state)
             torch.set_default_dtype(dtype)
-
-    def settle_generators(self) -> None:
-        """Put generators where ordinary construction leaves them, unless someone seeded them or drew since.
-
-        Where the user gave a seed, the default one is put there in any case.
-        """
-        for stream, state in self._left.items():
-            if stream.marked() == self._marks[stream] or (self._seed is not None and stream.is_default):
-                generator = dispatch.default_generator(self.device) if stream.is_default else stream.generator
-                generator.set_state(state)
+            default.set_state(before)
+        for generator, end in ends.items():
+            (default if generator is torch.default_generator else generator).set_state(end)
 
     def digests(self) -> dict[str, str]:
-        """Return hashes of what decides the values: the construction, and the random states that it began with."""
+        """Return hashes of what decides the values: the construction, and the states that it began
+        with.
+        """
         construction, random = hashlib.sha256(), hashlib.sha256()
-        numbers: dict[int, int] = {}  # of storages and ops, which other recordings on the tape would shift
-        orders = {step.at: order for order, step in enumerate(self._steps)}
+        numbers: dict[
+            int, int
+        ] = {}  # of storages, from 0: those of other models are on the tape, too
+        orders: dict[int, int] = {}
 
         def plain(leaf: Any) -> Any:
             if isinstance(leaf, View):
-                number = numbers.setdefault(leaf.storage, len(numbers))
-                return (number, leaf.size, leaf.stride, leaf.offset, leaf.dtype, leaf.conj, leaf.neg)
+                return replace(leaf, storage=numbers.setdefault(leaf.storage, len(numbers)))
             return "generator" if isinstance(leaf, torch.Generator) else leaf
 
-        for step in self._steps:
-            op, before = step.op, orders.get(step.before) if isinstance(step.before, int) else None
+        for step in plan(self._tape.ops, self._finals, ()):  # without what only settles generators
+            op, orders[step.number] = step.op, len(orders)
+            before = orders[op.before] if isinstance(op.before, int) else None
             name = getattr(op.func, "__name__", None)
-            call = (name, *map_leaves(plain, (op.args, op.kwargs, op.outs)), op.default_dtype, step.computes, before)
+            call = (
+                name,
+                before,
+                op.default_dtype,
+                *map_leaves(plain, (op.args, op.kwargs, op.outs)),
+            )
             construction.update(repr(call).encode())
             if op.value is not None:
-                hash_bytes(construction, op.value)
-            if isinstance(step.before, State):
-                hash_bytes(random, step.before.value)
-        return {"the construction": construction.hexdigest()[:16], "the random state": random.hexdigest()[:16]}
+                _hash_bytes(construction, op.value)
+            if isinstance(op.before, Tensor):
+                _hash_bytes(random, op.before)
+        return {
+            "the construction": construction.hexdigest()[:16],
+            "the random state": random.hexdigest()[:16],
+        }
 
-    def _go_to(self, stream: Stream, state: State | int) -> None:
-        if isinstance(state, State):
-            state.restore(self._generators[stream])
-        elif state != self._drew.get(stream):
-            self._generators[stream].set_state(self._saved[state])
+    def _restore(self, generator: torch.Generator, state: Tensor | int) -> None:
+        own = self._generators[generator]
+        if isinstance(state, int):
+            if state == self._last.get(generator):
+                return
+            state = self._saved[state]
+        if own.device.type == "cpu" or state.numel() == own.get_state().numel():
+            own.set_state(state)
+        else:  # a state of the CPU's generator, for another device: the seed that it was made with
+            own.manual_seed(torch.Generator().set_state(state).initial_seed())
 
     def _run(self, step: Step) -> None:
-        stream = step.op.stream
-        if stream is not None and step.before is not None:
-            self._go_to(stream, step.before)
-            self._drew[stream] = step.at
-        self._compute(step.op) if step.computes else self._call(step.op)
-        if stream is not None and step.saves:
-            self._saved[step.at] = self._generators[stream].get_state()
-        self._take(step)
+        op = step.op
+        if op.generator is not None and op.before is not None:
+            self._restore(op.generator, op.before)
+        self._call(op)
+        if op.generator is not None:
+            self._last[op.generator] = step.number
+            if step.number in self._to_save:
+                self._saved[step.number] = self._generators[op.generator].get_state()
+        for storage in step.finished:
+            for view, take in self._finals[storage]:
+                take(view.of(self._memory[storage]))
+        for storage in step.frees:
+            del self._memory[storage]
 
-    def _take(self, step: Step) -> None:
-        """Pass on the values that are final after a step, and free what no later step uses."""
-        for position, final in enumerate(step.finals, 1):
-            number = final.view.storage
-            alone = number in step.frees and all(other.view.storage != number for other in step.finals[position:])
-            final.take(final.view.of(self._real[number]), alone)
-        for number in step.frees:
-            del self._real[number]
-
-    def _compute(self, op: Op) -> None:
-        for number in op.overwritten():
-            self._real[number] = self._allocate(number)
-        if op.func is None or op.undefined:
-            (number,) = op.made()
-            copy = None if op.value is None else op.value.to(self.device, copy=True)
-            self._real[number] = self._allocate(number) if copy is None else copy.untyped_storage()
+    def _call(self, op: Op) -> None:
+        made = {out.storage for out in op.outs if out is not None and op.func is not None}
+        for storage in op.makes - made:
+            self._memory[storage] = self._allocate(storage)
+        if op.func is None:
+            if op.value is not None:
+                (view,) = op.outs
+                assert view is not None
+                view.of(self._memory[view.storage]).copy_(op.value)
             return
-        results = tensors_of(self._call(op))
-        for out, result in zip(op.outs, results, strict=any(op.outs)):
-            if out is not None:
-                self._real[out.storage] = self._as_recorded(out, result)
-
-    def _call(self, op: Op) -> Any:
-        """Run the recorded call. Storages that are not in memory are not read by it."""
-        scratch: dict[int, torch.UntypedStorage] = {}
-
-        def leaf(value: Any) -> Any:
-            if isinstance(value, View):
-                memory = self._real if value.storage in self._real else scratch
-                if value.storage not in memory:
-                    memory[value.storage] = self._allocate(value.storage)
-                storage = memory[value.storage]
-                if storage.nbytes() < value.num_bytes():  # resize_ was called on it
-                    storage.resize_(self._tape.storages[value.storage].nbytes())
-                return value.of(storage)
-            return self._generators[self._tape.streams[id(value)]] if isinstance(value, torch.Generator) else value
-
-        assert op.func is not None
         if torch.get_default_dtype() != op.default_dtype:
             torch.set_default_dtype(op.default_dtype)
-        args, kwargs = map_leaves(leaf, (op.args, op.kwargs))
+        args, kwargs = map_leaves(self._real, (op.args, op.kwargs))
         if op.on_device:
             kwargs["device"] = self.device
-        return op.func(*args, **kwargs)
+        results = tensors_of(op.func(*args, **kwargs))
+        for out, result in zip(op.outs, results, strict=any(op.outs)):
+            if out is not None:
+                self._memory[out.storage] = self._as_recorded(out, result)
 
-    def _allocate(self, number: int) -> torch.UntypedStorage:
-        # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see it.
-        num_bytes = self._tape.storages[number].nbytes()
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+    def _real(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return self._generators[leaf]
+        if not isinstance(leaf, View):
+            return leaf
+        if leaf.storage in self._memory:
+            return leaf.of(self._memory[leaf.storage])
+        # not read: zeros_like() looks at sizes only
+        return leaf.of(self._tape.storages[leaf.storage])
+
+    def _allocate(self, storage: int) -> torch.UntypedStorage:
+        # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see
+        # it.
+        size = self._tape.storages[storage].nbytes()
+        return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _as_recorded(self, out: View, result: Tensor) -> torch.UntypedStorage:
-        """Return the storage of a result, with the layout of the meta kernel, which later views rely on."""
-        if replace(view_of(result, out.storage), dtype=out.dtype) == out:
-            return result.untyped_storage()
-        storage = self._allocate(out.storage)
-        out.of(storage).copy_(result)
+        """Return the storage of a result, in the layout of the meta kernel, which later views rely
+        on.
+        """
+        storage = result.untyped_storage()
+        # resize_ may have followed
+        fits = storage.nbytes() >= self._tape.storages[out.storage].nbytes()
+        if not fits or view_of(result, out.storage) != out:
+            storage = self._allocate(out.storage)
+            out.of(storage).copy_(result)
         return storage
 
 
 def evaluate(tape: Tape, view: View) -> Tensor:
-    """Compute a recorded tensor as it is at the end of the tape, on the CPU; draw no more than needed."""
+    """Compute a recorded tensor as it is at the end of the tape, on the CPU."""
     values: list[Tensor] = []
-    final = Final(view, lambda value, alone: values.append(value if alone else value.clone()))
     with dispatch.no_modes():
-        Player(tape, [final], device="cpu", draw_all=False).compute()
+        Player(tape, [Final(view, lambda value: values.append(value.clone()))], "cpu").compute()
     return values[0]
+
+
+def _hash_bytes(digest: Any, tensor: Tensor) -> None:
+    """Add the bytes of a tensor to a hash; without numpy, and without a copy of CPU memory."""
+    tensor = tensor.cpu()
+    if tensor.numel():
+        digest.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))

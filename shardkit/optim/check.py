@@ -18,21 +18,24 @@ from shardkit.runtime.stepping import allow_low_precision, low_precision_problem
 def check_optimizer(
     optimizer: Optimizer | Iterable[Optimizer], model: nn.Module, *, low_precision: bool = False
 ) -> None:
-    """Raise unless the optimizer updates exactly the parameters that ``model`` trains, in float32. Local, pure.
+    """Raise unless the optimizer updates exactly the parameters that ``model`` trains, in float32.
+    Local, pure.
 
-    Sharding and materializing replace the model's parameters. An optimizer built before holds the old ones: it steps
-    without an error, and the loss does not change. Parameters in bfloat16 or float16 have no float32 master: an update
-    below 2**-9 or 2**-12 of a value is rounded away. Warns of trainable parameters outside of all units
-    (``ignored_params``), whose gradients FSDP2 does not reduce.
+    Sharding and materializing replace the model's parameters. An optimizer built before holds the
+    old ones: it steps without an error, and the loss does not change. Parameters in bfloat16 or
+    float16 have no float32 master: an update below 2**-9 or 2**-12 of a value is rounded away.
+    Warns of trainable parameters outside of all units (``ignored_params``), whose gradients FSDP2
+    does not reduce.
 
     Args:
         optimizer: the optimizer, or all of them where several share the model.
         model: the whole model, sharded or not. Frozen parameters may be in the optimizer or not.
-        low_precision: allow parameters in bfloat16 or float16, for optimizers that keep float32 masters or round
-            stochastically.
+        low_precision: allow parameters in bfloat16 or float16, for optimizers that keep float32
+            masters or round stochastically.
 
     Raises:
-        ShardkitError: the optimizer holds other tensors, or lacks trainable parameters; or they train in low precision.
+        ShardkitError: the optimizer holds other tensors, or lacks trainable parameters; or they
+            train in low precision.
 
     Examples:
         >>> check_optimizer(optimizer, model)
@@ -40,18 +43,28 @@ def check_optimizer(
     check_module(model)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     named = named_sharded_parameters(model)
-    held = {param for each in optimizers for group in each.param_groups for param in group["params"]}
+    held = {
+        param for each in optimizers for group in each.param_groups for param in group["params"]
+    }
     problems = []
     if foreign := held - {param for _, param in named}:
         problem = f"holds {len(foreign)} tensors that are not parameters of the model, of shapes "
         problem += listing((str(tuple(tensor.shape)) for tensor in foreign), 5)
-        rule = "It was built before the model was sharded or materialized, between forward and backward, or for "
+        rule = (
+            "It was built before the model was sharded or materialized, between forward and "
+            "backward, or for "
+        )
         rule += "another model, so stepping them has no effect on this one"
         fix = "Build the optimizer after shard_model and materialize, outside of a step"
         problems.append(message("optimizer", problem, rule, fix))
     if missing := [fqn for fqn, param in named if param.requires_grad and param not in held]:
-        fix = "Add them, pass all optimizers of the model as a list, or freeze them with requires_grad_(False)"
-        problems.append(message(listing(missing), "have requires_grad=True and are in no optimizer", "", fix))
+        fix = (
+            "Add them, pass all optimizers of the model as a list, or freeze them with "
+            "requires_grad_(False)"
+        )
+        problems.append(
+            message(listing(missing), "have requires_grad=True and are in no optimizer", "", fix)
+        )
     if low := None if low_precision else low_precision_problem(named):
         problems.append(low)
     if problems:

@@ -15,7 +15,14 @@ from shardkit._torch import named_sharded_parameters
 from shardkit._torch.steps import SCALES_ITSELF, steps_in_backward, wait_for_offload
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.check import check_optimizer
-from shardkit.optim.local import AnyOptimizer, hooked, step_on_local_shards, subclass
+from shardkit.optim.local import (
+    AnyOptimizer,
+    hooked,
+    replace_class,
+    step_of,
+    step_on_local_shards,
+    subclass,
+)
 from shardkit.ranks import check_module
 
 _SUBJECT = "optimizer_in_backward"
@@ -24,48 +31,51 @@ _SUBJECT = "optimizer_in_backward"
 def optimizer_in_backward(
     model: nn.Module,
     factory: Callable[[list[nn.Parameter]], AnyOptimizer],
-    *,
-    elementwise: bool = False,
-    cpu_threads: int | None = None,
 ) -> AnyOptimizer:
-    """Make an optimizer that updates each sharded parameter in backward, once its gradient is reduced, and frees it.
+    """Make an optimizer that updates each sharded parameter in backward, once its gradient is
+    reduced, and frees it.
 
-    At most one unit's gradients are alive at a time: Adam in float32 takes 12 bytes for each element of a rank's
-    shards instead of 16. The training loop does not change: ``step()`` after backward ends the step, runs its hooks and
-    advances LR schedulers.
+    At most one unit's gradients are alive at a time: Adam in float32 takes 12 bytes for each
+    element of a rank's shards instead of 16. The training loop does not change: ``step()`` after
+    backward ends the step, runs its hooks and advances LR schedulers.
 
-    It is one ordinary optimizer of all trainable parameters, as :func:`step_on_local_shards` makes it, so that LR
-    schedulers and state dicts work unchanged. ``step()`` updates parameters that still have a gradient: plain ones
-    (``ignored_params``), whose gradients FSDP2 does not reduce, and those of ``add_param_group``. Local, in place. What
-    needs all gradients of a step at once raises: :func:`clip_grad_norm_`, a second backward before ``step()``,
-    ``torch.amp.GradScaler``.
+    It is one ordinary optimizer of all trainable parameters, as :func:`step_on_local_shards` makes
+    it, so that LR schedulers and state dicts work unchanged. ``step()`` updates parameters that
+    still have a gradient: plain ones (``ignored_params``), whose gradients FSDP2 does not reduce,
+    and those of ``add_param_group``. Local, in place. What needs all gradients of a step at once
+    raises: :func:`clip_grad_norm_`, a second backward before ``step()``, ``torch.amp.GradScaler``.
 
     Args:
         model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
-        factory: called once with the list of trainable parameters, in the order of ``model.parameters()``; returns
-            an optimizer of exactly these, in any groups, such as ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
-        elementwise, cpu_threads: as in :func:`step_on_local_shards`; elementwise also promises that one parameter can
-            be stepped at a time, with no state of a group or of all parameters together.
+        factory: called once with the list of trainable parameters, in the order of
+            ``model.parameters()``; returns an optimizer of exactly these, in any groups, such as
+            ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
 
     Returns:
-        The optimizer that the factory made. Do not copy it, since hooks step this object; save its ``state_dict()``.
+        The optimizer that the factory made. Do not copy it, since hooks step this object; save its
+        ``state_dict()``.
 
     Raises:
-        ShardkitError: the model has no trainable sharded parameters, or is stepped in backward already; the optimizer
-            has other parameters, or :func:`step_on_local_shards` refuses it. The model is unchanged.
+        ShardkitError: the model has no trainable sharded parameters, or is stepped in backward
+            already; the optimizer has other parameters, or :func:`step_on_local_shards` refuses it.
+            The model is unchanged.
     """
     check_module(model)
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
     if not any(isinstance(param, DTensor) for param in params.values()):
-        raise ShardkitError(message("model", "has no sharded parameter that trains", "", "Shard the model first"))
+        raise ShardkitError(
+            message("model", "has no sharded parameter that trains", "", "Shard the model first")
+        )
     if stepped := [fqn for fqn, param in params.items() if steps_in_backward([param])]:
-        problem, fix = "are stepped in backward already", "Call optimizer_in_backward once for a model"
+        problem, fix = (
+            "are stepped in backward already",
+            "Call optimizer_in_backward once for a model",
+        )
         raise ShardkitError(message(listing(stepped), problem, "", fix))
     optimizer = factory(list(params.values()))
     check_optimizer(optimizer, model, low_precision=True)  # in low precision the first step warns
-    step_on_local_shards(optimizer, elementwise=elementwise, cpu_threads=cpu_threads)
-    base: Any = type(optimizer)
-    optimizer.__class__ = _in_backward_class(base)
+    step_on_local_shards(optimizer)
+    replace_class(optimizer, _in_backward_class)
     vars(optimizer)["stepped"] = set()
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -75,7 +85,9 @@ def optimizer_in_backward(
 
 
 class _StepOne:
-    """The hook of a parameter. FSDP2 runs it once the gradient is reduced, on the stream of the reduction."""
+    """The hook of a parameter. FSDP2 runs it once the gradient is reduced, on the stream of the
+    reduction.
+    """
 
     steps_in_backward = True
 
@@ -87,7 +99,10 @@ class _StepOne:
         assert isinstance(param, DTensor)
         optimizer = self.optimizer
         if param in optimizer.stepped:
-            problem = f"got a second gradient of a parameter of shape {tuple(param.shape)} before optimizer.step()"
+            problem = (
+                f"got a second gradient of a parameter of shape {tuple(param.shape)} before "
+                "optimizer.step()"
+            )
             fix = "Call optimizer.step() after each backward; gradients cannot be accumulated"
             raise ShardkitError(message(_SUBJECT, problem, "", fix))
         wait_for_offload(param)
@@ -106,16 +121,22 @@ class _StepOne:
 @functools.cache
 def _in_backward_class(base: Any) -> Any:
     """Return a subclass, of the same name, of a class that steps on local shards."""
-    step_without_hooks = base.step.__wrapped__
+    step_without_hooks = step_of(base)
 
     @functools.wraps(step_without_hooks)
     def step(self: Any, closure: Any = None) -> Any:
         if hasattr(self, "found_inf"):
-            rule = "Parameters are updated in backward, before it can know that gradients are finite"
-            raise ShardkitError(message(_SUBJECT, "got step() from a GradScaler", rule, "Train in bfloat16"))
+            rule = (
+                "Parameters are updated in backward, before it can know that gradients are finite"
+            )
+            raise ShardkitError(
+                message(_SUBJECT, "got step() from a GradScaler", rule, "Train in bfloat16")
+            )
         loss = step_without_hooks(self, closure)
         self.stepped.clear()
         return loss
 
     # SCALES_ITSELF, so that GradScaler calls step(), which raises.
-    return subclass(base, {"step": hooked(step), "step_without_hooks": step_without_hooks, SCALES_ITSELF: True})
+    return subclass(
+        base, {"step": hooked(step), "step_without_hooks": step_without_hooks, SCALES_ITSELF: True}
+    )

@@ -1,4 +1,6 @@
-"""Optimizers that need whole matrices, such as Muon: each matrix is stepped by one rank, its owner."""
+"""Optimizers that need whole matrices, such as Muon: each matrix is stepped by one rank, its
+owner.
+"""
 
 from __future__ import annotations
 
@@ -20,44 +22,59 @@ from shardkit._torch.dispatch import tree_leaves, tree_map
 from shardkit._torch.steps import note_step
 from shardkit.boxes import Batch, ModelGroup, copy_into, holders, wire_device
 from shardkit.errors import ShardkitError, message
-from shardkit.optim.local import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
+from shardkit.optim.local import (
+    AnyOptimizer,
+    check_replaceable,
+    hooked,
+    replace_class,
+    step_of,
+    subclass,
+)
 from shardkit.ranks import all_gather_bytes, together
 from shardkit.shards import Box, cut, dtensor_from_local, local_box, local_value
 
 BUCKET_BYTES = 1 << 26  # of parameters, on each rank
-_Numbers = dict[tuple[Any, Any], Any]  # by place, a group's index or one of the two others, and name
+_Numbers = dict[
+    tuple[Any, Any], Any
+]  # by place, a group's index or one of the two others, and name
 ATTRIBUTES, STATE = "an attribute", "optimizer.state"
 
 
 def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> AnyOptimizer:
     """Step each parameter whole, on one rank that owns it for the step. In place, local, once.
 
-    For optimizers whose update of an element needs the rest of its matrix: Muon, Shampoo, SOAP, CAME, Adafactor, LAMB.
-    The results are the bits of the same step on the unsharded parameters and gradients, in any world.
+    For optimizers whose update of an element needs the rest of its matrix: Muon, Shampoo, SOAP,
+    CAME, Adafactor, LAMB. The results are the bits of the same step on the unsharded parameters and
+    gradients, in any world.
 
-    After this call ``step()`` is **collective** over the ranks that hold each parameter, and the same parameters must
-    have gradients on all of them. Owners are balanced by cost, ``numel * min(rows, columns)``. For each bucket of
-    64 MiB on a rank, ranks send their shards of parameter, gradient and state to the owners in one exchange, and
-    receive parameter and state in another. So a rank sends and receives the bytes of its own shards, and holds whole
-    tensors as large as a bucket. On an HSDP mesh each replica does the same.
+    After this call ``step()`` is **collective** over the ranks that hold each parameter, and the
+    same parameters must have gradients on all of them. Owners are balanced by cost, ``numel *
+    min(rows, columns)``. For each bucket of 64 MiB on a rank, ranks send their shards of parameter,
+    gradient and state to the owners in one exchange, and receive parameter and state in another. So
+    a rank sends and receives the bytes of its own shards, and holds whole tensors as large as a
+    bucket. On an HSDP mesh each replica does the same.
 
-    Between steps ``param_groups`` and ``state`` hold sharded DTensors, so state dicts and checkpoints work as before.
-    State of another shape than its parameter is sharded on its first dim.
+    Between steps ``param_groups`` and ``state`` hold sharded DTensors, so state dicts and
+    checkpoints work as before. State of another shape than its parameter is sharded on its first
+    dim.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, which this call promises. Numbers
-            in its groups and attributes, such as a count of steps, must not depend on which parameters it steps; the
-            step raises if they do, as with Prodigy and D-Adaptation.
-        slices: step a parameter of three dims, such as the experts of a layer, as one matrix for each index of the
-            first dim. Muon's constructor takes matrices only: use ``optimizer.add_param_group`` for such parameters.
+        optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, which this
+            call promises. Numbers in its groups and attributes, such as a count of steps, must not
+            depend on which parameters it steps; the step raises if they do, as with Prodigy and
+            D-Adaptation.
+        slices: step a parameter of three dims, such as the experts of a layer, as one matrix for
+            each index of the first dim. Muon's constructor takes matrices only: use
+            ``optimizer.add_param_group`` for such parameters.
 
     Returns:
         The same object. Its class becomes a subclass of the same name.
 
     Raises:
-        ShardkitError: it is not a ``torch.optim.Optimizer``, wraps another one, steps on local shards, or has a
-            replaced ``step``; nothing was changed. In ``step()``, on every rank: the step of an owner failed, owners
-            disagree on a number, or state is of a tensor subclass.
+        ShardkitError: it is not a ``torch.optim.Optimizer``, wraps another one, steps on local
+            shards, or has a replaced ``step``; nothing was changed. In ``step()``, on every rank:
+            the step of an owner failed, owners disagree on a number, or state is of a tensor
+            subclass.
 
     Examples:
         >>> optimizer = step_on_whole_matrices(torch.optim.Muon(matrices, lr=0.02))
@@ -65,11 +82,11 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     check_replaceable(optimizer, "step_on_whole_matrices")
     if getattr(type(optimizer), "steps_on_whole_matrices", False):
         return optimizer
-    return replace_class(optimizer, _whole_class, slices=slices)
+    return replace_class(optimizer, functools.partial(_whole_class, slices=slices))
 
 
 @functools.cache
-def _whole_class(base: Any) -> Any:
+def _whole_class(base: Any, slices: bool) -> Any:
     inner = step_of(base)
 
     @functools.wraps(inner)
@@ -86,7 +103,7 @@ def _whole_class(base: Any) -> Any:
             _write(self, changed)
         return loss
 
-    return stepping_class(base, _whole_class, step, {"steps_on_whole_matrices": True}, kept="slices")
+    return subclass(base, {"steps_on_whole_matrices": True, "slices": slices, "step": hooked(step)})
 
 
 # ---- which rank owns what ----------------------------------------------------------------------------------------
@@ -108,7 +125,9 @@ class _Matrix:
         return math.prod(shape) * min(shape[-2:], default=1)
 
     def held(self, stored: Tensor) -> list[tuple[int, Box]]:
-        """Return the ranks that hold parts of this matrix of a stored tensor, with their boxes in the matrix."""
+        """Return the ranks that hold parts of this matrix of a stored tensor, with their boxes in
+        the matrix.
+        """
         boxes = _holders(stored)
         if self.index is None:
             return boxes
@@ -118,7 +137,9 @@ class _Matrix:
         """Return the part of this matrix that this rank holds, as a view."""
         if self.index is None:
             return local_value(stored)
-        return local_value(stored)[self.index - (local_box(stored)[0][0] if isinstance(stored, DTensor) else 0)]
+        return local_value(stored)[
+            self.index - (local_box(stored)[0][0] if isinstance(stored, DTensor) else 0)
+        ]
 
 
 @dataclass
@@ -133,7 +154,9 @@ def _here() -> int:
 
 
 def _holders(tensor: Tensor) -> list[tuple[int, Box]]:
-    """Return the ranks of this one's replica that hold a tensor, with their boxes; this rank alone if it is plain."""
+    """Return the ranks of this one's replica that hold a tensor, with their boxes; this rank alone
+    if it is plain.
+    """
     if isinstance(tensor, DTensor):
         return holders(tensor, tensor.device_mesh.get_coordinate())
     return [(_here(), tuple((0, size) for size in tensor.shape))]
@@ -151,10 +174,14 @@ def _buckets(optimizer: Any) -> list[_Bucket]:
                 bucket = filling[ranks] = _Bucket(ranks)
                 found.append(bucket)
             sliced = optimizer.slices and param.ndim == 3
-            bucket.matrices += [_Matrix(param, number, i) for i in (range(len(param)) if sliced else [None])]
+            bucket.matrices += [
+                _Matrix(param, number, i) for i in (range(len(param)) if sliced else [None])
+            ]
             bucket.bytes += param.numel() * param.element_size()
     loads = {ranks: dict.fromkeys(ranks, 0) for ranks in filling}
-    for bucket in found:  # each matrix, the most costly first, goes to the rank with the least work so far
+    for (
+        bucket
+    ) in found:  # each matrix, the most costly first, goes to the rank with the least work so far
         load = loads[bucket.ranks]
         for matrix in sorted(bucket.matrices, key=_Matrix.cost, reverse=True):
             matrix.owner = min(load, key=load.__getitem__)
@@ -163,12 +190,18 @@ def _buckets(optimizer: Any) -> list[_Bucket]:
 
 
 def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
-    """Return the process group of a bucket's ranks. Collective where several axes of the mesh shard."""
+    """Return the process group of a bucket's ranks. Collective where several axes of the mesh
+    shard.
+    """
     if len(bucket.ranks) == 1:
         return None
     param: Any = bucket.matrices[0].param
     mesh = param.device_mesh
-    axes = [axis for axis, place in enumerate(param.placements) if hasattr(place, "dim") and mesh.size(axis) > 1]
+    axes = [
+        axis
+        for axis, place in enumerate(param.placements)
+        if hasattr(place, "dim") and mesh.size(axis) > 1
+    ]
     return mesh.get_group(axes[0]) if len(axes) == 1 else ModelGroup(bucket.ranks, None).connect()
 
 
@@ -178,7 +211,9 @@ def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
 def _step_bucket(
     inner: Callable[..., Any], optimizer: Any, bucket: _Bucket, before: _Numbers, changed: _Numbers
 ) -> None:
-    """Gather to the owners, step, and write what they computed. Collective over the bucket's ranks."""
+    """Gather to the owners, step, and write what they computed. Collective over the bucket's
+    ranks.
+    """
     group, here = _group_of(bucket), _here()
     device = wire_device(bucket.matrices[0].param, group)
     batch = Batch(group, device)
@@ -213,13 +248,16 @@ def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
         whole = None
         if matrix.owner == here:
             skip, device = int(matrix.index is not None), local_value(stored).device
-            whole = torch.empty_strided(stored.shape[skip:], stored.stride()[skip:], dtype=stored.dtype, device=device)
+            whole = torch.empty_strided(
+                stored.shape[skip:], stored.stride()[skip:], dtype=stored.dtype, device=device
+            )
         for rank, box in matrix.held(stored):
             if whole is not None and rank == here:
                 copy_into(cut(whole, box), matrix.of_stored(stored))
             elif whole is not None:
                 batch.receive(cut(whole, box), stored.dtype, rank)
-            elif rank == here and matrix.owner in dict(_holders(stored)):  # not of what the owner has too, as replicas
+            # not of what the owner has too, as replicas
+            elif rank == here and matrix.owner in dict(_holders(stored)):
                 batch.send(matrix.of_stored(stored), stored.dtype, matrix.owner)
         return whole
 
@@ -234,19 +272,29 @@ def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
         matrix.whole.grad = grad
 
 
-def _run(inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers: _Numbers) -> _Numbers:
-    """Step the whole matrices of this rank; return the numbers it changed, and set them back. Local."""
+def _run(
+    inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers: _Numbers
+) -> _Numbers:
+    """Step the whole matrices of this rank; return the numbers it changed, and set them back.
+    Local.
+    """
     before, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     named = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     try:
         for number, group in enumerate(optimizer.param_groups):
             group["params"] = [matrix.whole for matrix in mine if matrix.group == number]
-        optimizer.state = defaultdict(dict, named | {each.whole: each.state for each in mine if each.state})
+        optimizer.state = defaultdict(
+            dict, named | {each.whole: each.state for each in mine if each.state}
+        )
         inner(optimizer)
         for matrix in mine:
             matrix.state = optimizer.state.get(matrix.whole, {})
     finally:
-        changes = {at: value for at, value in _numbers(optimizer).items() if not _same(numbers.get(at), value)}
+        changes = {
+            at: value
+            for at, value in _numbers(optimizer).items()
+            if not _same(numbers.get(at), value)
+        }
         for place, key in changes.keys() - numbers.keys():
             del _places(optimizer)[place][key]
         _write(optimizer, numbers)
@@ -261,7 +309,9 @@ def _scatter(optimizer: Any, matrix: _Matrix, described: Any, batch: Batch) -> N
     here = _here()
     targets = [matrix.param, *tree_leaves(_allocate(optimizer, matrix, described))]
     is_owner = matrix.owner == here
-    wholes = [matrix.whole.detach(), *tree_leaves(matrix.state)] if is_owner else [None] * len(targets)
+    wholes = (
+        [matrix.whole.detach(), *tree_leaves(matrix.state)] if is_owner else [None] * len(targets)
+    )
     for stored, whole in zip(targets, wholes, strict=True):
         for rank, box in matrix.held(stored) if isinstance(stored, Tensor) and stored.ndim else ():
             if whole is None and rank == here:
@@ -293,11 +343,19 @@ def _described(leaf: Any) -> Any:
         problem = f"has state of {type(leaf).__name__}, which has no parts to send"
         raise ShardkitError(message("optimizer", problem, "", "Step it on DTensors, as it is"))
     strides = torch.empty_like(leaf, device="meta").stride()  # dense, in the order of the leaf's
-    return _Described(leaf.shape, strides, leaf.dtype, leaf.device.type == "cpu", None if leaf.ndim else leaf.item())
+    return _Described(
+        leaf.shape,
+        strides,
+        leaf.dtype,
+        leaf.device.type == "cpu",
+        None if leaf.ndim else leaf.item(),
+    )
 
 
 def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
-    """Give a parameter state of the described form, in the memory that it has where that fits; return it. Local."""
+    """Give a parameter state of the described form, in the memory that it has where that fits;
+    return it. Local.
+    """
     param, sliced = matrix.param, matrix.index is not None
     held, leaves = tree_leaves(dict(optimizer.state.get(param, {}))), tree_leaves(described)
     before = iter(held if len(held) == len(leaves) else [None] * len(leaves))
@@ -313,18 +371,32 @@ def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
         shape = torch.Size([len(param), *leaf.shape]) if sliced else leaf.shape
         strides = (leaf.shape.numel(), *leaf.strides) if sliced else leaf.strides
         if sliced and shape != param.shape:
-            problem = f"has state of shape {tuple(leaf.shape)} for a slice of a parameter of shape {tuple(param.shape)}"
+            problem = (
+                f"has state of shape {tuple(leaf.shape)} for a slice of a parameter of shape "
+                f"{tuple(param.shape)}"
+            )
             rule = "State of slices must have their shape, so that it is stored as one tensor"
             raise ShardkitError(message("optimizer", problem, rule, "Pass slices=False"))
-        wanted = tuple(own if shape == param.shape else [Shard(0) if hasattr(each, "dim") else each for each in own])
+        wanted = tuple(
+            own
+            if shape == param.shape
+            else [Shard(0) if hasattr(each, "dim") else each for each in own]
+        )
         form = shape, strides, leaf.dtype, wanted
-        if isinstance(old, Tensor) and (old.shape, old.stride(), old.dtype, getattr(old, "placements", ())) == form:
+        if (
+            isinstance(old, Tensor)
+            and (old.shape, old.stride(), old.dtype, getattr(old, "placements", ())) == form
+        ):
             return old
         if not isinstance(param, DTensor):
             return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=device)
         # With the strides of the whole: matrix products of another memory order round differently.
-        like = dtensor_from_local(torch.empty(0, device="meta"), param.device_mesh, wanted, shape, strides)
-        local = torch.empty([length for _, length in local_box(like)], dtype=leaf.dtype, device=device)
+        like = dtensor_from_local(
+            torch.empty(0, device="meta"), param.device_mesh, wanted, shape, strides
+        )
+        local = torch.empty(
+            [length for _, length in local_box(like)], dtype=leaf.dtype, device=device
+        )
         return dtensor_from_local(local, param.device_mesh, wanted, shape, strides)
 
     made = tree_map(stored, described)
@@ -337,18 +409,31 @@ def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
 
 
 def _add(changed: _Numbers, changes: _Numbers) -> None:
-    """Add what a part of the step changed, on this rank or another: each number once, to one value."""
+    """Add what a part of the step changed, on this rank or another: each number once, to one
+    value.
+    """
     for (place, key), value in changes.items():
         if not _same(known := changed.setdefault((place, key), value), value):
             where = f"group {place}" if isinstance(place, int) else place
-            problem = f"changed {key!r} in {where} to {known} for some parameters, to {value} for others"
-            rule = "Each rank steps some of the parameters, and such a number must not depend on which"
-            fix = "Step it on DTensors as it is, which prodigyopt's Prodigy can, or keep it in optimizer.state[param]"
+            problem = (
+                f"changed {key!r} in {where} to {known} for some parameters, to {value} for others"
+            )
+            rule = (
+                "Each rank steps some of the parameters, and such a number must not depend on which"
+            )
+            fix = (
+                "Step it on DTensors as it is, which prodigyopt's Prodigy can, or keep it in "
+                "optimizer.state[param]"
+            )
             raise ShardkitError(message("optimizer", problem, rule, fix))
 
 
 def _places(optimizer: Any) -> dict[Any, dict[Any, Any]]:
-    return {ATTRIBUTES: vars(optimizer), STATE: optimizer.state, **dict(enumerate(optimizer.param_groups))}
+    return {
+        ATTRIBUTES: vars(optimizer),
+        STATE: optimizer.state,
+        **dict(enumerate(optimizer.param_groups)),
+    }
 
 
 def _numbers(optimizer: Any) -> _Numbers:

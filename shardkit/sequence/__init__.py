@@ -1,4 +1,6 @@
-"""Long sequences: each rank computes a part (Ulysses), and losses in tiles. The core never imports this package."""
+"""Long sequences: each rank computes a part (Ulysses), and losses in tiles. The core never imports
+this package.
+"""
 
 from shardkit.sequence.exchange import ulysses as ulysses
 from shardkit.sequence.loss import tiled_loss as tiled_loss

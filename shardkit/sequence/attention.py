@@ -1,7 +1,8 @@
-"""What changes in a model of transformers that is split: its attention and masks, its loss, and what it gets.
+"""What changes in a model of transformers that is split: its attention and masks, its loss, and
+what it gets.
 
-An attention function gets all tokens of this rank's heads, and a mask of all tokens, which each rank rebuilds. Both are
-in transformers' registries, for each implementation that is wrapped.
+An attention function gets all tokens of this rank's heads, and a mask of all tokens, which each
+rank rebuilds. Both are in transformers' registries, for each implementation that is wrapped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from shardkit.errors import PlanError, ShardkitError, message
 from shardkit.sequence.batch import ADVICE, Attention, current, running
 from shardkit.sequence.exchange import Heads, deal, exchange, to_heads
 
-# From a part's position ids to the whole's: flash attention reads documents from them, also in a checkpointed block.
+# From a part's position ids to the whole's: flash attention reads documents from them, also in a
+# checkpointed block.
 _positions: Any = WeakIdKeyDictionary()
 _MaskFunction: TypeAlias = Callable[..., Any]
 _OWN_LOSS = 'Compute it from the logits and labels = part.pop("labels")'
@@ -34,27 +36,27 @@ _OWN_LOSS = 'Compute it from the logits and labels = part.pop("labels")'
 
 def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Callable[[], None]:
     """Split ``inner`` in place; return what undoes all of it."""
-    # A vision-language model's text model, or the model.
-    decoder: nn.Module = inner if attention.cuts_inputs else inner.get_decoder()  # type: ignore[no-untyped-call]
     with ExitStack() as undo:
         for module in model.modules():
             vars(module)["split_attention"] = attention
             undo.callback(vars(module).pop, "split_attention")
-        found: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
-        for config in {id(each): each for each in found if hasattr(each, "_attn_implementation")}.values():
+        found: list[Any] = [getattr(module, "config", None) for module in inner.modules()]
+        for config in {
+            id(each): each for each in found if hasattr(each, "_attn_implementation")
+        }.values():
             name = config._attn_implementation
-            undo.callback(setattr, config, "_attn_implementation", {"": name})  # without the configs inside
+            # without the configs inside
+            undo.callback(setattr, config, "_attn_implementation", {"": name})
             config._attn_implementation = {"": _register(name)}
         undo.callback(setattr, inner, "loss_function", inner.loss_function)
         inner.loss_function = functools.partial(_loss, inner.loss_function)
         handles = [
-            model.register_forward_pre_hook(functools.partial(_enter, attention), with_kwargs=True, prepend=True),
+            model.register_forward_pre_hook(
+                functools.partial(_enter, attention), with_kwargs=True, prepend=True
+            ),
             model.register_forward_hook(_leave, with_kwargs=True, always_call=True),
         ]
-        if not attention.cuts_inputs:
-            cut = functools.partial(_cut, attention)
-            handles.append(decoder.register_forward_pre_hook(cut, with_kwargs=True))
-        for module in decoder.modules():
+        for module in inner.modules():
             if re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))):
                 handles.append(module.register_forward_pre_hook(_add_highest, with_kwargs=True))
                 handles.append(module.register_forward_hook(_drop_highest))
@@ -64,7 +66,9 @@ def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Ca
 
 
 def _register(inner: str) -> str:
-    """Register Ulysses around the implementation ``inner``; return the name to set. Models not split are unaffected."""
+    """Register Ulysses around the implementation ``inner``; return the name to set. Models not
+    split are unaffected.
+    """
     name = "ulysses_" + inner
     AttentionInterface.register(name, functools.partial(_attend, inner))
     make = ALL_MASK_ATTENTION_FUNCTIONS[inner]
@@ -84,11 +88,15 @@ def _attend(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to all tokens with this rank's heads; (batch, heads, tokens, dim) to (batch, tokens, heads, dim)."""
+    """Attend to all tokens with this rank's heads; (batch, heads, tokens, dim) to (batch, tokens,
+    heads, dim).
+    """
     attention: Attention | None = vars(module).get("split_attention")
     if attention is None:
         fix = "Give each model its own config, since split_sequence changes it"
-        raise ShardkitError(message(type(module).__name__, "has the config of a model that is split", "", fix))
+        raise ShardkitError(
+            message(type(module).__name__, "has the config of a model that is split", "", fix)
+        )
     if query.shape[2] != key.shape[2]:
         problem = f"has {query.shape[2]} queries that attend to {key.shape[2]} keys"
         rule = "Queries and keys must be the same tokens, so no cross-attention and no cache"
@@ -122,9 +130,16 @@ def _argument(name: str, given: Any, total: int, heads: Heads, rank: int) -> Any
 def _share_of_heads(module: nn.Module, total: int, heads: Heads, rank: int) -> Iterator[None]:
     """Show the module's attributes and per-head parameters as for this rank's heads."""
     own: dict[str, Any] = module._parameters
-    before = {name: param for name, param in own.items() if param is not None and param.shape == (total,)}
+    before = {
+        name: param for name, param in own.items() if param is not None and param.shape == (total,)
+    }
     groups: Any = getattr(module, "num_key_value_groups", None)
-    own.update({name: param.narrow(0, rank * heads.queries, heads.queries) for name, param in before.items()})
+    own.update(
+        {
+            name: param.narrow(0, rank * heads.queries, heads.queries)
+            for name, param in before.items()
+        }
+    )
     if groups is not None:
         module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
     try:
@@ -136,7 +151,9 @@ def _share_of_heads(module: nn.Module, total: int, heads: Heads, rank: int) -> I
 
 
 def _function(inner: str, module: nn.Module) -> Callable[..., Any]:
-    """Return the attention function that the module would call without us; eager ones are each modeling file's own."""
+    """Return the attention function that the module would call without us; eager ones are each
+    modeling file's own.
+    """
     for base in type(module).__mro__:  # FSDP2's class is the first
         modeling = sys.modules.get(base.__module__)
         registry: Any = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)
@@ -144,31 +161,38 @@ def _function(inner: str, module: nn.Module) -> Callable[..., Any]:
         if registry is not None and (eager is not None or inner != "eager"):
             return registry.get_interface(inner, eager)  # type: ignore[no-any-return]
     problem = "has no eager_attention_forward in the file that defines it"
-    raise PlanError(message(type(module).__name__, problem, "", 'Call model.set_attn_implementation("sdpa") first'))
+    raise PlanError(
+        message(
+            type(module).__name__, problem, "", 'Call model.set_attn_implementation("sdpa") first'
+        )
+    )
 
 
 # Masks.
 
 
-def _mask_of_whole(make: Callable[..., Any], *, q_length: int, mask_function: _MaskFunction, **kwargs: Any) -> Any:
+def _mask_of_whole(
+    make: Callable[..., Any], *, q_length: int, mask_function: _MaskFunction, **kwargs: Any
+) -> Any:
     """Return the mask of all tokens where transformers asks ``make`` for that of a part."""
     whole = running()
-    if q_length != whole.padded:  # else the model saw all tokens when it made the mask
-        device, rows, mask = kwargs["device"], kwargs["batch_size"], whole.mask
-        if mask is None and "allow_is_bidirectional_skip" in kwargs and whole.padded > whole.length:
-            mask = torch.arange(whole.padded).expand(rows, -1) < whole.length
-        kwargs["attention_mask"] = mask = None if mask is None else mask.to(device, torch.bool)
-        mask_function = _of_whole(mask_function, mask)
-        if whole.packs and whole.positions is not None and mask is None:  # as transformers, which ignores one of both
-            positions = whole.positions.to(device).expand(rows, -1)
-            # Causal attention never sees the padding behind a row, so a row of one document needs no mask.
-            if masking_utils.find_packed_sequence_indices(positions[:, : whole.length]) is not None:
-                mask_function = _apart(mask_function, positions)
-                kwargs["allow_is_causal_skip"] = False
+    device, rows, mask = kwargs["device"], kwargs["batch_size"], whole.mask
+    if mask is None and "allow_is_bidirectional_skip" in kwargs and whole.padded > whole.length:
+        mask = torch.arange(whole.padded).expand(rows, -1) < whole.length
+    kwargs["attention_mask"] = mask = None if mask is None else mask.to(device, torch.bool)
+    mask_function = _of_whole(mask_function, mask)
+    if whole.packs and mask is None:  # as transformers, which ignores one of both
+        positions = whole.positions.to(device).expand(rows, -1)
+        # Causal attention never sees the padding behind a row, so a row of one document needs no
+        # mask.
+        if masking_utils.find_packed_sequence_indices(positions[:, : whole.length]) is not None:
+            mask_function = _apart(mask_function, positions)
+            kwargs["allow_is_causal_skip"] = False
     # A mask function takes the whole for these lengths; there is no cache, so no offset.
     kwargs |= {"q_length": whole.padded, "kv_length": whole.padded, "q_offset": 0, "kv_offset": 0}
     made = make(mask_function=mask_function, **kwargs)
-    if isinstance(made, Tensor) and made.is_floating_point():  # eager: a row without any key attends to all of them
+    # eager: a row without any key attends to all of them
+    if isinstance(made, Tensor) and made.is_floating_point():
         made[..., : whole.length, whole.length :] = -torch.inf  # but not to what split added
     return made
 
@@ -184,21 +208,37 @@ def _apart(function: _MaskFunction, positions: Tensor) -> _MaskFunction:
 
 
 def _of_whole(function: _MaskFunction, mask: Tensor | None) -> _MaskFunction:
-    """Return a mask function of transformers with what it holds of a part replaced by the whole's, or left out."""
+    """Return a mask function of transformers with what it holds of a part replaced by the whole's,
+    or left out.
+    """
     maker, held = _maker(function), inspect.getclosurevars(function).nonlocals
     if maker in ("and_masks", "or_masks"):
-        inside = [each for each in held["mask_functions"] if _maker(each) != "packed_sequence_mask_function"]
+        inside = [
+            each
+            for each in held["mask_functions"]
+            if _maker(each) != "packed_sequence_mask_function"
+        ]
         rebuilt = [_of_whole(each, mask) for each in inside]
         combine: Callable[..., _MaskFunction] = getattr(masking_utils, maker)
         return rebuilt[0] if len(rebuilt) == 1 else combine(*rebuilt)
     if maker == "remap_positions_for_packed_sequence":
         return _of_whole(held["mask_function"], mask)
     if maker == "chunked_overlay":
-        padding = torch.zeros_like(held["left_padding"]) if mask is None else (mask.cumsum(-1) == 0).sum(-1)
+        padding = (
+            torch.zeros_like(held["left_padding"])
+            if mask is None
+            else (mask.cumsum(-1) == 0).sum(-1)
+        )
         return masking_utils.chunked_overlay(held["chunk_size"], padding)
     if maker is None or any(isinstance(value, Tensor) for value in held.values()):
-        problem = f"{getattr(function, '__qualname__', function)} masks attention by what a rank knows of its own part"
-        rule = "A mask must follow from positions, attention_mask and position_ids, so that each rank can rebuild it"
+        problem = (
+            f"{getattr(function, '__qualname__', function)} masks attention by what a rank knows "
+            "of its own part"
+        )
+        rule = (
+            "A mask must follow from positions, attention_mask and position_ids, so that each "
+            "rank can rebuild it"
+        )
         raise PlanError(message("mask", problem, rule, ADVICE))
     return function
 
@@ -211,13 +251,18 @@ def _maker(function: _MaskFunction) -> str | None:
 # What a forward gets.
 
 
-def _enter(attention: Attention, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _enter(
+    attention: Attention, model: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Take ``sequence`` out of a part, before FSDP gathers anything."""
     kwargs = dict(kwargs)
     current.set(kwargs.pop("sequence", None))
     whole = running()
     if kwargs.get("past_key_values") is not None:
-        rule, fix = "Keys and values of earlier tokens are not split", "Generate with a model that is not split"
+        rule, fix = (
+            "Keys and values of earlier tokens are not split",
+            "Generate with a model that is not split",
+        )
         raise ShardkitError(message("past_key_values", "was given to a split model", rule, fix))
     if isinstance(kwargs.get("position_ids"), Tensor):
         _positions[kwargs["position_ids"]] = whole.positions
@@ -228,17 +273,28 @@ def _enter(attention: Attention, model: nn.Module, args: Any, kwargs: dict[str, 
 def _leave(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
     whole = current.get()
     current.set(None)
-    if output is not None and whole is not None and kwargs.get("labels") is not None and not whole.loss_called:
+    if (
+        output is not None
+        and whole is not None
+        and kwargs.get("labels") is not None
+        and not whole.loss_called
+    ):
         rule = "A loss that shifts labels itself shifts those of a part twice"
-        raise ShardkitError(message("labels", f"are shifted by {type(model).__name__} itself", rule, _OWN_LOSS))
+        raise ShardkitError(
+            message("labels", f"are shifted by {type(model).__name__} itself", rule, _OWN_LOSS)
+        )
 
 
-def _add_highest(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Show the whole's highest position to rotary embeddings whose frequencies depend on it, behind those of a part."""
+def _add_highest(
+    rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Show the whole's highest position to rotary embeddings whose frequencies depend on it, behind
+    those of a part.
+    """
     highest = running().highest
 
     def more(x: Any) -> Any:
-        if highest is None or not isinstance(x, Tensor) or x.is_floating_point():
+        if not isinstance(x, Tensor) or x.is_floating_point():
             return x
         return torch.cat([x, highest.to(x).expand(*x.shape[:-1], 1)], -1)
 
@@ -246,34 +302,13 @@ def _add_highest(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _drop_highest(rotary: nn.Module, args: Any, output: Any) -> Any:
-    return output if running().highest is None else tree_map(lambda x: x[..., :-1, :], output)
-
-
-def _cut(attention: Attention, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Cut what the text model of a vision-language model gets, when images are in their places."""
-    whole, ranks, rank = running(), attention.group.size(), dist.get_rank(attention.group)
-    kwargs = dict(kwargs)
-    if kwargs.get("position_ids") is None:
-        embeds = kwargs["inputs_embeds"]
-        kwargs["position_ids"] = torch.arange(whole.padded, device=embeds.device).expand(len(embeds), -1)
-    whole.highest = kwargs["position_ids"][..., : whole.length].max()
-
-    def part(name: str, x: Any) -> Any:
-        for dim in [-1] if name == "position_ids" else [1, 0] if name != "inputs_embeds" else [1]:
-            if isinstance(x, Tensor) and -x.ndim <= dim < min(x.ndim, 2) and x.shape[dim] == whole.padded:
-                return x.chunk(ranks, dim)[rank]
-        return x
-
-    visual = kwargs.get("visual_pos_masks")
-    if visual is not None and kwargs.get("deepstack_visual_embeds") is not None:  # one row for each visual token
-        here = torch.zeros_like(visual)
-        here.chunk(ranks, 1)[rank].fill_(True)
-        kwargs["deepstack_visual_embeds"] = [x[here[visual]] for x in kwargs["deepstack_visual_embeds"]]
-    return args, {name: part(name, x) for name, x in kwargs.items()}
+    return tree_map(lambda x: x[..., :-1, :], output)
 
 
 def _loss(loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Compute the model's loss of labels that are shifted; its mean over the ranks is the whole batch's mean."""
+    """Compute the model's loss of labels that are shifted; its mean over the ranks is the whole
+    batch's mean.
+    """
     whole = running()
     whole.loss_called = True
     kwargs |= dict(zip(("logits", "labels", "vocab_size"), args, strict=False))

@@ -18,9 +18,10 @@ from shardkit.errors import ShardkitError, message
 from shardkit.ranks import Poll, raise_together
 
 ADVICE = "Do not split this model's sequences; shorten them, or checkpoint its blocks"
-# The tensors of a batch with a value for each token, and what padding gets; padded position ids count from 0.
+# The tensors of a batch with a value for each token, and what padding gets; padded position ids
+# count from 0.
 PADDING = {
-    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids"), 0),
+    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "token_type_ids"), 0),
     **dict.fromkeys(("labels", "shift_labels"), -100),
     "position_ids": 0,
 }
@@ -31,8 +32,9 @@ class Attention:
     """What the modules of a split model share."""
 
     group: dist.ProcessGroup  # the ranks that share a sequence
-    cuts_inputs: bool  # whether batches are cut, or by the model's text part, when images are in their places
-    packs: bool = True  # whether masks keep documents apart where position ids begin anew; gpt-oss's do not
+    packs: bool = (
+        True  # whether masks keep documents apart where position ids begin anew; gpt-oss's do not
+    )
     dtypes: set[torch.dtype] = field(default_factory=set)  # of attention in the last forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
@@ -45,16 +47,21 @@ class Whole:
 
     length: int  # tokens of each sequence, without the padding that makes the parts equal
     padded: int  # with it; a multiple of the ranks
-    positions: Tensor | None  # position ids of all tokens, (batch, padded); None if the text model makes them
+    positions: Tensor  # position ids of all tokens, (batch, padded)
     mask: Tensor | None  # the attention mask of all tokens, (batch, padded); None if there was none
-    targets: Tensor | None  # labels of all ranks that count in the loss, divided by the number of ranks
-    highest: Tensor | None  # the highest position id of all tokens
+    # labels of all ranks that count in the loss, divided by the number of ranks
+    targets: Tensor | None
+    highest: Tensor  # the highest position id of all tokens
     packs: bool  # as of ``Attention``
     loss_called: bool = False  # whether the model's own loss went through ``loss_function``
 
     def to(self, *args: Any, **kwargs: Any) -> Whole:
-        """Return a copy on another device, as for a tensor; so a loop may move each value of a part."""
-        moved: dict[str, Any] = {name: x.to(*args, **kwargs) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        """Return a copy on another device, as for a tensor; so a loop may move each value of a
+        part.
+        """
+        moved: dict[str, Any] = {
+            name: x.to(*args, **kwargs) for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
         return replace(self, **moved)
 
 
@@ -62,16 +69,24 @@ current: ContextVar[Whole | None] = ContextVar("whole", default=None)  # of the 
 
 
 def running() -> Whole:
-    """Return the whole batch of the forward that runs; ShardkitError if the forward did not get a part."""
+    """Return the whole batch of the forward that runs; ShardkitError if the forward did not get a
+    part.
+    """
     whole = current.get()
     if whole is None:
         rule = "A model whose sequences are split needs its entry 'sequence'"
-        raise ShardkitError(message("batch", "is not from sequence.split", rule, "Call model(**sequence.split(batch))"))
+        raise ShardkitError(
+            message(
+                "batch", "is not from sequence.split", rule, "Call model(**sequence.split(batch))"
+            )
+        )
     return whole
 
 
 class SplitSequence:
-    """Splits batches for a model that :func:`split_sequence` has changed; ``group`` are the ranks of each sequence."""
+    """Splits batches for a model that :func:`split_sequence` has changed; ``group`` are the ranks
+    of each sequence.
+    """
 
     def __init__(self, attention: Attention) -> None:
         self.group, self.attention = attention.group, attention
@@ -80,51 +95,57 @@ class SplitSequence:
     def split(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of ``batch``, for ``model(**part)``; pure.
 
-        Sequences are padded at the end to a multiple of the ranks, labels are shifted by one, so that those of a part
-        are of the same tokens as its logits, and both are cut. The part of a vision-language model keeps whole
-        inputs, which the model cuts when images are in their places.
+        Sequences are padded at the end to a multiple of the ranks, labels are shifted by one, so
+        that those of a part are of the same tokens as its logits, and both are cut.
 
-        **Collective** over the group: one all-reduce of 24 bytes, on the CPU if the group has a backend there, which
-        compares the ranks' batches. Split before moving a batch to an accelerator.
+        **Collective** over the group: one all-reduce of 24 bytes, on the CPU if the group has a
+        backend there, which compares the ranks' batches. Split before moving a batch to an
+        accelerator.
 
         Args:
-            batch: the whole batch, equal on all ranks of the group: ``input_ids`` or ``inputs_embeds``, and any of
-                ``attention_mask`` (batch, tokens), ``position_ids`` (which begin anew with each packed document),
-                ``labels`` as for the model itself, ``shift_labels``. What has no value for each token stays as it is.
+            batch: the whole batch, equal on all ranks of the group: ``input_ids`` or
+                ``inputs_embeds``, and any of ``attention_mask`` (batch, tokens), ``position_ids``
+                (which begin anew with each packed document), ``labels`` as for the model itself,
+                ``shift_labels``. What has no value for each token stays as it is.
 
         Returns:
-            A dict of the same keys, ``position_ids``, and ``sequence``, which tells attention of the whole batch.
-            Compute the loss from logits and ``part.pop("labels")`` as from any batch; or let the model do it: the
-            mean of its ``loss`` over the ranks is that of the whole batch.
+            A dict of the same keys, ``position_ids``, and ``sequence``, which tells attention of
+            the whole batch. Compute the loss from logits and ``part.pop("labels")`` as from any
+            batch; or let the model do it: the mean of its ``loss`` over the ranks is that of the
+            whole batch.
 
         Raises:
-            ShardkitError: the batches differ, the attention mask has not two dims, or a tensor that this function
-                does not know has a value for each token: use :meth:`cut`.
+            ShardkitError: the batches differ, the attention mask has not two dims, or a tensor that
+                this function does not know has a value for each token: use :meth:`cut`.
         """
         full = {name: value for name, value in batch.items() if value is not None}
         inputs = full["input_ids"] if "input_ids" in full else full["inputs_embeds"]
         self._check(full, inputs.shape[:2])
-        length, attention = inputs.shape[1], self.attention
+        length = inputs.shape[1]
         by = -length % self._ranks
-        if attention.cuts_inputs and "position_ids" not in full:
-            full["position_ids"] = torch.arange(length, device=inputs.device).expand(len(inputs), -1)
+        if "position_ids" not in full:
+            full["position_ids"] = torch.arange(length, device=inputs.device).expand(
+                len(inputs), -1
+            )
         if "labels" in full:
             full["labels"] = pad(full["labels"][:, 1:], 1, 1, PADDING["labels"])
-        full = {name: pad(x, by, _dim(name), PADDING[name]) if name in PADDING else x for name, x in full.items()}
-        ids, labels = full.get("position_ids"), full.get("labels")
-        if by and ids is not None:
-            ids[..., length:] = torch.arange(by, device=ids.device)  # a document of its own
-        targets = None if labels is None else (labels != PADDING["labels"]).sum() / self._ranks
-        positions = ids if ids is None or ids.ndim == 2 else ids[0] if len(ids) == 4 else None
-        highest = None if ids is None else ids.max()
-        mask = full.get("attention_mask")
-        whole = Whole(length, length + by, positions, mask, targets, highest, attention.packs)
-        names = set(PADDING) if attention.cuts_inputs else {"labels", "shift_labels"}
-        part = {name: self._part(x, _dim(name)) if name in names else x for name, x in full.items()}
+        for name, value in PADDING.items():
+            if name in full:
+                full[name] = pad(full[name], by, 1, value)
+        if by:
+            # a document of its own
+            full["position_ids"][:, length:] = torch.arange(by, device=inputs.device)
+        targets = None
+        if "labels" in full:
+            targets = (full["labels"] != PADDING["labels"]).sum() / self._ranks
+        ids, mask = full["position_ids"], full.get("attention_mask")
+        whole = Whole(length, length + by, ids, mask, targets, ids.max(), self.attention.packs)
+        part = {name: self._part(x, 1) if name in PADDING else x for name, x in full.items()}
         return part | {"sequence": whole}
 
     def cut(self, x: Tensor, dim: int = 1, value: float = 0) -> Tensor:
-        """Return this rank's part of any tensor with a value for each token, such as weights of the loss; local, pure.
+        """Return this rank's part of any tensor with a value for each token, such as weights of the
+        loss; local, pure.
 
         Args:
             x: of the whole batch. Shift it yourself if it goes with labels.
@@ -135,11 +156,15 @@ class SplitSequence:
 
     @torch.no_grad()
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
-        """Return the parts of all ranks in order along ``dim``, with padding; without gradients. Collective.
+        """Return the parts of all ranks in order along ``dim``, with padding; without gradients.
+        Collective.
 
         For evaluation and scoring: ``sequence.gather(log_probs)[:, :length]``.
         """
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
+        parts = [
+            torch.empty_like(part, memory_format=torch.contiguous_format)
+            for _ in range(self._ranks)
+        ]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
@@ -151,13 +176,22 @@ class SplitSequence:
         problem, mask = "", batch.get("attention_mask")
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         if mask is not None and getattr(mask, "ndim", 0) != 2:
-            problem = f"must have the shape (batch, tokens), got {getattr(mask, 'shape', type(mask).__name__)}"
+            problem = (
+                "must have the shape (batch, tokens), got "
+                f"{getattr(mask, 'shape', type(mask).__name__)}"
+            )
             rule = "Masks of pairs of tokens cannot be rebuilt"
-            problem = message("attention_mask", problem, rule, "Pass position_ids that restart at each document")
-        for name in [name for name, x in tensors.items() if name not in PADDING and x.shape[:2] == shape][:1]:
+            problem = message(
+                "attention_mask", problem, rule, "Pass position_ids that restart at each document"
+            )
+        for name in [
+            name for name, x in tensors.items() if name not in PADDING and x.shape[:2] == shape
+        ][:1]:
             rule = "split cannot tell whether it belongs to tokens, or to labels, which are shifted"
             fix = f'Cut it: part["{name}"] = sequence.cut({name})'
-            problem = message(f"batch[{name!r}]", "has a value for each token, and an unknown name", rule, fix)
+            problem = message(
+                f"batch[{name!r}]", "has a value for each token, and an unknown name", rule, fix
+            )
         fix = 'Read data by mesh["dp"].get_local_rank(), as with DistributedSampler(rank=, num_replicas=)'
         seen = {name: _digest(x) for name, x in tensors.items()}
         poll = Poll(same={**seen, "problem": problem}, fix=fix)
@@ -168,12 +202,12 @@ class SplitSequence:
 
 def _digest(x: Tensor) -> str:
     data = x.detach().cpu().contiguous()
-    content = hashlib.sha256((ctypes.c_char * data.nbytes).from_address(data.data_ptr())) if data.nbytes else None
+    content = (
+        hashlib.sha256((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+        if data.nbytes
+        else None
+    )
     return f"{x.dtype} {tuple(x.shape)} {content.hexdigest()[:16] if content else ''}"
-
-
-def _dim(name: str) -> int:
-    return -1 if name == "position_ids" else 1
 
 
 def pad(x: Tensor, by: int, dim: int, value: float) -> Tensor:

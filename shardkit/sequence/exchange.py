@@ -1,6 +1,8 @@
-"""The exchange between sequence parts and heads: all tokens of some heads, where a rank had some tokens of all heads.
+"""The exchange between sequence parts and heads: all tokens of some heads, where a rank had some
+tokens of all heads.
 
-Ulysses (arXiv 2309.14509): everything but attention works on each token alone, and attention on each head alone.
+Ulysses (arXiv 2309.14509): everything but attention works on each token alone, and attention on
+each head alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from shardkit.errors import PlanError, message
 
 
 class _Exchange(torch.autograd.Function):
-    """Split a tensor along one dim over the group, and concatenate what arrives along another; one all-to-all."""
+    """Split a tensor along one dim over the group, and concatenate what arrives along another; one
+    all-to-all.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split: int, concat: int) -> Tensor:
@@ -34,7 +38,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup, split: int, concat: int) -> Tensor:
-    """Return ``x`` with ``split``'s size divided by the ranks of ``group``, and ``concat``'s multiplied. Collective."""
+    """Return ``x`` with ``split``'s size divided by the ranks of ``group``, and ``concat``'s
+    multiplied. Collective.
+    """
     out: Tensor = _Exchange.apply(x, group, split, concat)  # type: ignore[no-untyped-call]
     return out
 
@@ -51,8 +57,15 @@ def deal(queries: int, keys: int, ranks: int) -> Heads:
     """Deal ``queries`` query heads and ``keys`` key and value heads to ``ranks``."""
     if queries % ranks or queries % keys:
         problem = f"has {queries} query heads and {keys} key and value heads, on {ranks} ranks"
-        rule = "Each rank computes the same number of query heads, and each key head serves the same number of them"
-        fix = f"Use a number of ranks that divides {queries}" if queries % ranks else "Repeat the key heads yourself"
+        rule = (
+            "Each rank computes the same number of query heads, and each key head serves the "
+            "same number of them"
+        )
+        fix = (
+            f"Use a number of ranks that divides {queries}"
+            if queries % ranks
+            else "Repeat the key heads yourself"
+        )
         raise PlanError(message("attention", problem, rule, fix))
     copies = ranks // math.gcd(keys, ranks)
     if (queries // keys) % copies:  # the heads of a rank belong to unequal parts of groups
@@ -63,11 +76,15 @@ def deal(queries: int, keys: int, ranks: int) -> Heads:
 def to_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, heads: int, sequence: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange this rank's tokens of all heads for all tokens of its heads. Collective: three all-to-alls."""
+    """Exchange this rank's tokens of all heads for all tokens of its heads. Collective: three
+    all-to-alls.
+    """
     copies = deal(query.shape[heads], key.shape[heads], group.size()).copies
     if copies > 1:
         key, value = key.repeat_interleave(copies, heads), value.repeat_interleave(copies, heads)
-    query, key, value = (exchange(x, group, split=heads, concat=sequence) for x in (query, key, value))
+    query, key, value = (
+        exchange(x, group, split=heads, concat=sequence) for x in (query, key, value)
+    )
     return query, key, value
 
 
@@ -76,16 +93,18 @@ def ulysses(
 ) -> Callable[..., Tensor]:
     """Return ``attend`` for sequences of which each rank of ``group`` holds a part.
 
-    The result takes ``query, key, value`` of this rank's tokens and returns the output of the same tokens. ``attend``
-    itself gets all tokens of this rank's share of the heads, and any further arguments as they are, so a mask is of
-    the whole sequence. Four all-to-alls forward and four backward, each **collective** over the group.
+    The result takes ``query, key, value`` of this rank's tokens and returns the output of the same
+    tokens. ``attend`` itself gets all tokens of this rank's share of the heads, and any further
+    arguments as they are, so a mask is of the whole sequence. Four all-to-alls forward and four
+    backward, each **collective** over the group.
 
-    Everything else in the model must work on each token alone, and get the positions of this rank's tokens.
+    Everything else in the model must work on each token alone, and get the positions of this rank's
+    tokens.
 
     Args:
-        attend: ``attend(query, key, value, ...)``, such as ``F.scaled_dot_product_attention``, which returns a
-            tensor with the dims of the query. With fewer key heads than query heads it must support that (for torch's,
-            ``enable_gqa=True``).
+        attend: ``attend(query, key, value, ...)``, such as ``F.scaled_dot_product_attention``,
+            which returns a tensor with the dims of the query. With fewer key heads than query heads
+            it must support that (for torch's, ``enable_gqa=True``).
         group: ranks with consecutive parts of the sequence, in order, each of the same length.
         heads, sequence: the dims of heads and tokens; (2, 1) for flash attention's own layout.
 

@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import is_wrapper, local_tensor
 from shardkit.boxes import EACH_ALONE, Move, model_group, scatter, share
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
-from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, install, is_on_meta, target_device
+from shardkit.meta.materialize import (
+    check_unbound,
+    find_targets,
+    forget,
+    install,
+    is_on_meta,
+    prepare,
+    target_device,
+)
 from shardkit.ranks import Groups, groups_of, together
 from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state.model import ModelState, clean_name, first_names, is_extra, model_state, refuse_meta
@@ -314,8 +322,10 @@ class Room:
         new = {id(t) for n, dtype in dtypes.items() if is_on_meta(t := tensors[n]) or t.dtype != dtype}
         self._model = model
         others = [target for target in find_targets(model) if id(target.tensor) not in given]
-        self._others = [Replay(model, others, draw_all=False)] if others else []
-        self.digest = [each.digest for each in self._others]  # of the construction's values, equal on all ranks
+        self._others = others
+        self._player = prepare(model, others) if others else None
+        # Of the construction's values, equal on all ranks.
+        self.digest = None if self._player is None else self._player.digests()
         self._targets = find_targets(model, lambda tensor: id(tensor) in new) if new else []
         self._targets = [target for target in self._targets if id(target.tensor) in new]
         check_unbound(self._targets)
@@ -332,12 +342,12 @@ class Room:
 
     def compute(self) -> None:
         """Compute the values that the load does not write. Local; the model is unchanged."""
-        for each in self._others:
-            each.compute()
+        if self._player is not None:
+            self._player.compute()
 
     def install(self) -> None:
         """Put new memory under the model's tensor objects. Local."""
-        if targets := [*self._targets, *(target for each in self._others for target in each.targets)]:
+        if targets := [*self._targets, *self._others]:
             install(self._model, targets)
             forget(self._model)
 

@@ -1,7 +1,7 @@
 """Test a sharded model in one process, or on several ranks of one machine.
 
-``fake_world`` and ``comm_counts`` show structure in this process; ``distributed`` and ``RankPool`` run real
-collectives. ``docs/testing-your-model.md`` says what each of them can and cannot show.
+``fake_world`` and ``comm_counts`` show structure in this process; ``distributed`` and ``RankPool``
+run real collectives. ``docs/testing-your-model.md`` says what each of them can and cannot show.
 """
 
 from shardkit.testing.counts import CommCounts as CommCounts

@@ -15,10 +15,12 @@ from shardkit._torch.dispatch import TorchDispatchMode, fake_store, forget_meshe
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.plan import Collectives
 
-# Each call of an operator in these namespaces is one collective: torch.distributed and FSDP2 dispatch c10d, DTensor
-# dispatches _c10d_functional.
+# Each call of an operator in these namespaces is one collective: torch.distributed and FSDP2
+# dispatch c10d, DTensor dispatches _c10d_functional.
 NAMESPACES = ("c10d", "_c10d_functional")
-KINDS = {  # by how names begin, without underscores: allgather_, _allgather_base_, all_gather_into_tensor_coalesced
+# by how names begin, without underscores: allgather_, _allgather_base_,
+# all_gather_into_tensor_coalesced
+KINDS = {
     "allgather": "all_gathers",
     "reducescatter": "reduce_scatters",
     "allreduce": "all_reduces",
@@ -31,15 +33,17 @@ NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Act as one rank of ``world_size`` in this process alone. Local: no other process exists.
 
-    All of FSDP2 runs, but values are wrong: collectives return at once and leave their outputs as they were. Use it for
-    structure (units, placements, shapes, state-dict keys) and for ``comm_counts``, never for values.
+    All of FSDP2 runs, but values are wrong: collectives return at once and leave their outputs as
+    they were. Use it for structure (units, placements, shapes, state-dict keys) and for
+    ``comm_counts``, never for values.
 
     Args:
         world_size: number of ranks.
         rank: of this process.
 
     Raises:
-        ValueError, RuntimeError: a process group exists already, or ``rank`` is not in the world (torch's).
+        ValueError, RuntimeError: a process group exists already, or ``rank`` is not in the world
+            (torch's).
 
     Examples:
         >>> from torch.distributed.fsdp import fully_shard
@@ -62,8 +66,8 @@ class CommCounts(Collectives):
     """Counts of collectives; equal to any ``Collectives`` with the same numbers.
 
     Attributes:
-        other: every other collective by its operator's name, such as ``{"broadcast_": 1}``. Not compared, because
-            ``plan.collectives()`` predicts training steps only.
+        other: every other collective by its operator's name, such as ``{"broadcast_": 1}``. Not
+            compared, because ``plan.collectives()`` predicts training steps only.
     """
 
     other: dict[str, int] = field(default_factory=dict)
@@ -71,11 +75,20 @@ class CommCounts(Collectives):
     def __eq__(self, other: object) -> bool:
         """Compare the numbers, also with a plain ``Collectives``."""
         names = [each.name for each in fields(Collectives)]
-        return isinstance(other, Collectives) and all(getattr(self, name) == getattr(other, name) for name in names)
+        return isinstance(other, Collectives) and all(
+            getattr(self, name) == getattr(other, name) for name in names
+        )
 
     def add(self, operator: str) -> None:
         """Count one call of a collective operator, by its name without namespace and overload."""
-        kind = next((kind for prefix, kind in KINDS.items() if operator.replace("_", "").startswith(prefix)), None)
+        kind = next(
+            (
+                kind
+                for prefix, kind in KINDS.items()
+                if operator.replace("_", "").startswith(prefix)
+            ),
+            None,
+        )
         if kind is not None:
             setattr(self, kind, getattr(self, kind) + 1)
         elif operator not in NO_COLLECTIVES:
@@ -84,10 +97,11 @@ class CommCounts(Collectives):
 
 @contextmanager
 def comm_counts() -> Iterator[CommCounts]:
-    """Count the collectives that this process issues inside the block, in forward and backward. Local.
+    """Count the collectives that this process issues inside the block, in forward and backward.
+    Local.
 
-    Yields a ``CommCounts`` that is updated as the block runs. ``all_gather_object`` and the like count as the
-    collectives that they consist of.
+    Yields a ``CommCounts`` that is updated as the block runs. ``all_gather_object`` and the like
+    count as the collectives that they consist of.
 
     Examples:
         >>> from torch.distributed.fsdp import fully_shard
@@ -104,25 +118,30 @@ def comm_counts() -> Iterator[CommCounts]:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    # torch's CommDebugMode cannot be used: it raises IndexError on the second forward in one block (torch 2.13).
+    # torch's CommDebugMode cannot be used: it raises IndexError on the second forward in one block
+    # (torch 2.13).
     def __init__(self, counts: CommCounts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # so that DTensor runs it, whose own collectives come here one by one
+            # so that DTensor runs it, whose own collectives come here one by one
+            return NotImplemented
         namespace, _, operator = func.name().partition("::")
         if namespace in NAMESPACES:
             self.counts.add(operator.partition(".")[0])
         return func(*args, **(kwargs or {}))
 
 
-def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGroup | None = None) -> None:
-    """Fail on every rank unless all ranks of the group hold the same value, bit for bit. Collective.
+def assert_same_on_all_ranks(
+    value: torch.Tensor | bytes, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fail on every rank unless all ranks of the group hold the same value, bit for bit.
+    Collective.
 
-    Compares dtype, shape and every byte, so NaN equals the same NaN and 0.0 differs from -0.0. Each rank needs memory
-    for one copy of the value from every rank.
+    Compares dtype, shape and every byte, so NaN equals the same NaN and 0.0 differs from -0.0. Each
+    rank needs memory for one copy of the value from every rank.
 
     Args:
         value: a plain tensor on any device, or bytes, such as a JSON-dumped object.
@@ -139,23 +158,21 @@ def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGro
         problem = f"must be a plain tensor or bytes, got {type(value).__name__}"
         fix = "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)"
         raise ShardkitError(message("value", problem, "", fix))
-    whole = torch.tensor(list(value), dtype=torch.uint8) if isinstance(value, bytes) else value.detach().cpu()
+    whole = torch.tensor(list(value), dtype=torch.uint8) if isinstance(value, bytes) else value
+    kind = f"{type(value).__name__} of {whole.dtype} and shape {tuple(whole.shape)}"
+    bits = whole.detach().cpu().flatten().clone().view(torch.uint8)  # float8 cannot be pickled
     found: list[Any] = [None] * dist.get_world_size(group)
-    own = f"{type(value).__name__} of {whole.dtype} and shape {tuple(whole.shape)}", whole.dtype
-    bits = whole.flatten().clone().view(torch.uint8)  # float8 cannot be pickled
-    dist.all_gather_object(found, (*own, bits), group)
-    ranks, (kind, dtype, first) = dist.get_process_group_ranks(group or dist.group.WORLD), found[0]
-    unlike = [_unlike(first, each, dtype) if of == kind else of for of, _, each in found]
-    different = [f"on rank {rank}: {how}" for rank, how in zip(ranks, unlike, strict=True) if how]
+    dist.all_gather_object(found, (kind, bits), group)
+    different = []
+    for rank, (other, others) in zip(
+        dist.get_process_group_ranks(group or dist.group.WORLD), found, strict=True
+    ):
+        if other != found[0][0]:
+            different.append(f"rank {rank} has a {other}")
+        elif not torch.equal(others, found[0][1]):
+            different.append(f"rank {rank} has {(others != found[0][1]).sum()} other bytes")
     if different:
-        rule = f"All ranks must hold what rank {ranks[0]} holds, a {kind}"
-        raise AssertionError(message("assert_same_on_all_ranks found a difference", listing(different), rule, ""))
-
-
-def _unlike(first: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return how the bytes of a tensor differ from those of the first rank's; empty if they do not."""
-    where = (first != other).view(-1, dtype.itemsize).any(dim=1).nonzero().flatten().tolist()
-    if not where:
-        return ""
-    at, one, two = where[0], first.view(dtype), other.view(dtype)
-    return f"{len(where)} of {len(one)} elements differ, the first at {at}: {two[at].item()} against {one[at].item()}"
+        rule = f"All ranks must hold what the first holds, a {found[0][0]}"
+        raise AssertionError(
+            message("assert_same_on_all_ranks", f"found that {listing(different)}", rule, "")
+        )

@@ -13,18 +13,52 @@ from torch.utils.collect_env import get_pretty_env_info
 
 from shardkit._torch import MINIMUM_TORCH, NEWEST_TESTED, torch_version
 
-PACKAGES = ("transformers", "accelerate", "peft", "torchao", "bitsandbytes", "lightning", "triton", "numpy")
-# What torchrun, NCCL, gloo, torch and shardkit read. Of SLURM's only the sizes: others name people and accounts.
+PACKAGES = (
+    "transformers",
+    "accelerate",
+    "peft",
+    "torchao",
+    "bitsandbytes",
+    "lightning",
+    "triton",
+    "numpy",
+)
+# What torchrun, NCCL, gloo, torch and shardkit read. Of SLURM's only the sizes: others name people
+# and accounts.
 VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_", "SLURM_NNODES", "SLURM_NTASKS"),
-    *("CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "SHARDKIT_"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_",
+        "SLURM_NNODES",
+        "SLURM_NTASKS",
+    ),
+    *(
+        "CUDA_",
+        "HIP_",
+        "ROCR_",
+        "NCCL_",
+        "RCCL_",
+        "GLOO_",
+        "TORCH",
+        "PYTORCH_",
+        "OMP_",
+        "SHARDKIT_",
+    ),
 )
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Return the parser of the command, added to the result of ``ArgumentParser.add_subparsers``."""
+    """Return the parser of the command, added to the result of
+    ``ArgumentParser.add_subparsers``.
+    """
     text = "print what a bug report needs: versions, devices, environment"
-    parser: argparse.ArgumentParser = commands.add_parser("env", help=text, description=f"{text.capitalize()}.")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "env", help=text, description=f"{text.capitalize()}."
+    )
     return parser
 
 
@@ -33,8 +67,15 @@ def run(options: argparse.Namespace) -> int:
     shardkit, tested = sys.modules["shardkit"], MINIMUM_TORCH <= torch_version() <= NEWEST_TESTED
     low, high = (".".join(map(str, each)) for each in (MINIMUM_TORCH, NEWEST_TESTED))
     print(f"shardkit {shardkit.__version__}, from {shardkit.__path__[0]}")
-    print(f"torch {torch.__version__}, {'' if tested else 'not '}tested (shardkit is tested with {low} to {high})")
-    print(*sorted(f"{each.name} {each.version}" for each in distributions() if each.name in PACKAGES), sep=", ")
-    print(*(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(VARIABLES)))
+    print(
+        f"torch {torch.__version__}, {'' if tested else 'not '}tested (shardkit is tested with {low} to {high})"
+    )
+    print(
+        *sorted(f"{each.name} {each.version}" for each in distributions() if each.name in PACKAGES),
+        sep=", ",
+    )
+    print(
+        *(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(VARIABLES))
+    )
     print(get_pretty_env_info())  # type: ignore[no-untyped-call]
     return 0

@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
-import multiprocessing.util  # its exit hook waits for children; registered first, it runs after ours
+
+# its exit hook waits for children; registered first, it runs after ours
+import multiprocessing.util
 import os
 import pickle
 import shutil
@@ -26,29 +28,48 @@ import torch
 from shardkit._torch.dispatch import RANK_IMPORTS
 from shardkit.errors import ShardkitError, message
 from shardkit.testing import worker
-from shardkit.testing.worker import STACK_SIGNAL, STARTED, Call, Failure, Returned, Seat, attribute, bodies, key_of
+from shardkit.testing.worker import (
+    STACK_SIGNAL,
+    STARTED,
+    Call,
+    Failure,
+    Returned,
+    Seat,
+    attribute,
+    bodies,
+    key_of,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A fork server has no threads, so its forks are safe where the parent's would not be, and it imports torch once:
-# 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s to spawn 4, on 2 cores.
-START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's libraries do not survive a fork
+# A fork server has no threads, so its forks are safe where the parent's would not be, and it
+# imports torch once: 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s to spawn 4, on 2
+# cores.
+# macOS's libraries do not survive a fork
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 START_LIMIT = 120.0  # seconds to start, and to import what a call needs, which a slow disk delays
-GRACE = 1.0  # seconds for the other ranks to report after one has failed, and for a stuck one to write its stack
+# seconds for the other ranks to report after one has failed, and for a stuck one to write its stack
+GRACE = 1.0
 STACK_PAUSE = 0.05  # seconds without growth after which a stack file is complete
-_OFTEN = {"numpy", "pytest", "hypothesis", "transformers"}  # preloading them saves each rank 1 to 3 s
+_OFTEN = {
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "transformers",
+}  # preloading them saves each rank 1 to 3 s
 LAST_LINES = 10  # of the output of a rank that died, in its report
-# Subgroups (a 2-D mesh makes three for each rank) live until the rank ends, because torch caches meshes that refer to
-# them. Each costs threads and file descriptors, so ranks that hold many are replaced, which takes 0.1 s.
+# Subgroups (a 2-D mesh makes three for each rank) live until the rank ends, because torch caches
+# meshes that refer to them. Each costs threads and file descriptors, so ranks that hold many are
+# replaced, which takes 0.1 s.
 MOST_GROUPS = 64
 
 
 class RankFailure(ShardkitError):
     """A call did not return on every rank.
 
-    The message names the ranks that died (with signal or exit code), raised (with traceback) or got stuck (with the
-    Python stack); a text that several ranks share is shown once.
+    The message names the ranks that died (with signal or exit code), raised (with traceback) or got
+    stuck (with the Python stack); a text that several ranks share is shown once.
 
     Attributes:
         failures: by rank, without ranks that returned.
@@ -62,7 +83,9 @@ class RankFailure(ShardkitError):
             ranks = [str(rank) for rank, failure in failures.items() if failure == each]
             titles.append(f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} {each.title}")
             sections += [f"--- {titles[-1]} ---\n{each.detail.strip()}"] if each.detail else []
-        super().__init__("\n\n".join([f"{name}: {'; '.join(titles)} (of {world_size} ranks).", *sections]))
+        super().__init__(
+            "\n\n".join([f"{name}: {'; '.join(titles)} (of {world_size} ranks).", *sections])
+        )
 
     @property
     def skip(self) -> str | None:
@@ -74,10 +97,11 @@ class RankFailure(ShardkitError):
 class RankPool:
     """``world_size`` processes in one process group, started at the first call and reused.
 
-    The ranks find each other through a file, so no port is used. Each runs one thread, with the parent's import path,
-    working directory and environment, with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and with all seeds 0 at
-    the start of every call. Their output is printed here after the call, each line after ``[rank N]``. After a failure
-    the next call starts new processes. They end with ``close`` or with this process, even if it is killed.
+    The ranks find each other through a file, so no port is used. Each runs one thread, with the
+    parent's import path, working directory and environment, with RANK, LOCAL_RANK, WORLD_SIZE and
+    LOCAL_WORLD_SIZE, and with all seeds 0 at the start of every call. Their output is printed here
+    after the call, each line after ``[rank N]``. After a failure the next call starts new
+    processes. They end with ``close`` or with this process, even if it is killed.
 
     Args:
         world_size: number of ranks, all on this machine.
@@ -94,7 +118,10 @@ class RankPool:
 
     def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 60) -> None:
         if worker.in_pool:
-            rule, fix = "A rank cannot start a pool of its own", "Make the pool in the test, not in its body"
+            rule, fix = (
+                "A rank cannot start a pool of its own",
+                "Make the pool in the test, not in its body",
+            )
             raise ShardkitError(message("RankPool", "is made in a rank of another pool", rule, fix))
         self.world_size = world_size
         self.backend = backend
@@ -103,11 +130,13 @@ class RankPool:
         self._ranks: list[_Rank] = []
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
-        """Call ``function(*args, **kwargs)`` on every rank and return the results in the order of ranks.
+        """Call ``function(*args, **kwargs)`` on every rank and return the results in the order of
+        ranks.
 
         Args:
             function: a function at the top level of an importable module or script.
-            args: picklable, the same on every rank; ``torch.distributed.get_rank()`` tells ranks apart.
+            args: picklable, the same on every rank; ``torch.distributed.get_rank()`` tells ranks
+                apart.
             kwargs: likewise.
 
         Raises:
@@ -129,7 +158,9 @@ class RankPool:
             for rank in self._ranks:
                 for line in rank.new_lines(printed=True):
                     print(f"[rank {rank.seat.rank}] {line}")
-            if failures := {rank: end for rank, end in enumerate(outcomes) if isinstance(end, Failure)}:
+            if failures := {
+                rank: end for rank, end in enumerate(outcomes) if isinstance(end, Failure)
+            }:
                 raise RankFailure(call.name, self.world_size, failures)
             returned = [end for end in outcomes if isinstance(end, Returned)]
             values = [pickle.loads(each.value) for each in returned]
@@ -143,7 +174,8 @@ class RankPool:
         """End the processes; the next call starts new ones."""
         for rank in self._ranks:
             rank.process.kill()
-        while self._ranks:  # emptied one by one: a second call may follow one that Ctrl-C interrupted
+        # emptied one by one: a second call may follow one that Ctrl-C interrupted
+        while self._ranks:
             self._ranks[-1].process.join()
             self._ranks[-1].connection.close()
             self._ranks.pop().process.close()
@@ -188,12 +220,17 @@ class _Rank:
         seat.output.touch()
         seat.stack.touch()
         # CUDA does not survive a fork either, and an import may have initialized it.
-        context: Any = multiprocessing.get_context("spawn" if seat.backend == "nccl" else START_METHOD)
-        if context.get_start_method() == "forkserver":  # before its server starts; later it has no effect
+        context: Any = multiprocessing.get_context(
+            "spawn" if seat.backend == "nccl" else START_METHOD
+        )
+        # before its server starts; later it has no effect
+        if context.get_start_method() == "forkserver":
             loaded = [n for n in sys.modules if n in _OFTEN or n.startswith("transformers.")]
             context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *loaded])
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=worker.serve, args=(seat, theirs), name=f"shardkit-rank-{seat.rank}")
+        self.process = context.Process(
+            target=worker.serve, args=(seat, theirs), name=f"shardkit-rank-{seat.rank}"
+        )
         self.process.start()
         theirs.close()  # so that its death closes the pipe
 
@@ -205,8 +242,14 @@ class _Rank:
         except (EOFError, OSError):
             self.process.join(GRACE)
         code = self.process.exitcode  # None if unknown; below 0, the negated signal number
-        how = f"exited with code {code}" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return Failure("died", how, "\n".join([worker.call_stack(self.seat), *self.new_lines()[-LAST_LINES:]]))
+        how = (
+            f"exited with code {code}"
+            if code is None or code >= 0
+            else f"was killed by {signal.Signals(-code).name}"
+        )
+        return Failure(
+            "died", how, "\n".join([worker.call_stack(self.seat), *self.new_lines()[-LAST_LINES:]])
+        )
 
     def stack(self) -> str:
         """Return its present Python stack, most recent call last; empty if it writes none."""
@@ -229,10 +272,15 @@ def _outcomes(ranks: list[_Rank], timeout: float) -> list[Returned | Failure]:
     """Wait for one outcome of every rank, within the time limits."""
     outcomes: dict[_Rank, Returned | Failure] = {}
     loading = set(ranks)
-    late, deadline = f"did not start and import within {START_LIMIT:g} s", time.monotonic() + START_LIMIT
+    late, deadline = (
+        f"did not start and import within {START_LIMIT:g} s",
+        time.monotonic() + START_LIMIT,
+    )
     failed = False
     while waiting := [rank for rank in ranks if rank not in outcomes]:
-        handles = {handle: rank for rank in waiting for handle in (rank.connection, rank.process.sentinel)}
+        handles = {
+            handle: rank for rank in waiting for handle in (rank.connection, rank.process.sentinel)
+        }
         ready: list[Any] = wait(list(handles), max(0.0, deadline - time.monotonic()))
         for rank in dict.fromkeys(handles[handle] for handle in ready):
             news = rank.receive()
@@ -251,14 +299,23 @@ def _outcomes(ranks: list[_Rank], timeout: float) -> list[Returned | Failure]:
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return the call as other processes can make it."""
-    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    module, name = (
+        getattr(function, "__module__", None) or "",
+        getattr(function, "__qualname__", ""),
+    )
     loaded = sys.modules.get(module)
     registered = bodies.get(key_of(module, name)) is function
     if loaded is None or not (registered or attribute(loaded, name) is function):
         raise _not_found(function)
-    file, rewritten = getattr(loaded, "__file__", None), "@pytest_ar" in vars(loaded)  # pytest's name for its helper
+    # pytest's name for its helper
+    file, rewritten = (
+        getattr(loaded, "__file__", None),
+        "@pytest_ar" in vars(loaded),
+    )
     arguments = pickle.dumps((args, kwargs))
-    return Call(loaded.__name__, file, name, rewritten, arguments, sys.path, os.getcwd(), dict(os.environ))
+    return Call(
+        loaded.__name__, file, name, rewritten, arguments, sys.path, os.getcwd(), dict(os.environ)
+    )
 
 
 def _not_found(function: object) -> ShardkitError:
@@ -273,18 +330,20 @@ def distributed(
 ) -> Callable[[Callable[P, object]], Callable[P, None]]:
     """Run a test's body on every rank of a pool that the whole session shares.
 
-    The test passes if the body returns on every rank. Its arguments (from ``parametrize``, fixtures, hypothesis) are
-    made once, in pytest's process, and sent pickled to all ranks. A body that calls ``pytest.skip`` on every rank skips
-    the test. There is one pool for each world size and backend, started by the first test that needs it.
+    The test passes if the body returns on every rank. Its arguments (from ``parametrize``,
+    fixtures, hypothesis) are made once, in pytest's process, and sent pickled to all ranks. A body
+    that calls ``pytest.skip`` on every rank skips the test. There is one pool for each world size
+    and backend, started by the first test that needs it.
 
     Args:
         world_size: number of ranks.
-        backend: as for :class:`RankPool`, or None for NCCL where there are ``world_size`` GPUs and gloo elsewhere.
-            ``"nccl"`` skips the test where there are fewer.
+        backend: as for :class:`RankPool`, or None for NCCL where there are ``world_size`` GPUs and
+            gloo elsewhere. ``"nccl"`` skips the test where there are fewer.
         timeout: seconds that the body may take, without imports.
 
     Raises:
-        ShardkitError: when decorating, if the function is inside another one, where other processes cannot find it.
+        ShardkitError: when decorating, if the function is inside another one, where other processes
+            cannot find it.
         RankFailure: when called, if a rank raised, died or did not finish in time.
 
     Examples:
@@ -295,7 +354,8 @@ def distributed(
 
     def decorate(body: Callable[P, object]) -> Callable[P, None]:
         given = getattr(body, "hypothesis", None)
-        if given is not None:  # @given is below: wrap its body instead, so that only this process draws examples
+        # @given is below: wrap its body instead, so that only this process draws examples
+        if given is not None:
             given.inner_test = decorate(given.inner_test)
             return body  # type: ignore[return-value]
         if not isinstance(body, FunctionType) or "<" in body.__qualname__:
@@ -323,5 +383,7 @@ def _session_pool(world_size: int, backend: str | None) -> RankPool:
     gpus = torch.cuda.device_count()
     backend = backend or ("nccl" if gpus >= world_size else "gloo")
     if backend == "nccl" and gpus < world_size:
-        raise unittest.SkipTest(f"NCCL with {world_size} ranks needs {world_size} GPUs, and there are {gpus}")
+        raise unittest.SkipTest(
+            f"NCCL with {world_size} ranks needs {world_size} GPUs, and there are {gpus}"
+        )
     return RankPool(world_size, backend=backend)

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from shardkit.errors import ShardkitError, message
 
 STACK_SIGNAL = signal.SIGUSR2  # not SIGUSR1, which Slurm's requeue hooks take
-# The parent ends a call that takes too long and reports where each rank was; the group must not time out first.
+# The parent ends a call that takes too long and reports where each rank was; the group must not
+# time out first.
 GROUP_TIMEOUT = timedelta(days=1)
 STARTED = "started"  # the rank has imported what the call needs, and begins to run it
 
@@ -53,7 +54,9 @@ class Seat(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call as sent to every rank, with the parent's ``sys.path``, working directory and environment."""
+    """One call as sent to every rank, with the parent's ``sys.path``, working directory and
+    environment.
+    """
 
     module: str
     file: str | None  # that the module was loaded from
@@ -66,7 +69,9 @@ class Call(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """The pickled return value, and the number of process groups of the rank now; 0 when the pool's own is gone."""
+    """The pickled return value, and the number of process groups of the rank now; 0 when the pool's
+    own is gone.
+    """
 
     value: bytes
     groups: int
@@ -82,8 +87,9 @@ class Failure(NamedTuple):
 
 
 in_pool = False  # whether this process is a rank
-# The undecorated functions under @distributed, by module and qualified name. Each rank fills its own dict by importing
-# the module, so that it finds the body even if other decorators replace the name.
+# The undecorated functions under @distributed, by module and qualified name. Each rank fills its
+# own dict by importing the module, so that it finds the body even if other decorators replace the
+# name.
 bodies: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
@@ -113,18 +119,21 @@ def serve(seat: Seat, connection: Connection) -> None:
 
 def _settle(seat: Seat) -> None:
     """Send output to a file, write the stack on demand, and exit with the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
+    # Ctrl-C reaches all processes; the parent ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with seat.output.open("ab") as output:
         for descriptor in (1, 2):  # also for C++ libraries
             os.dup2(output.fileno(), descriptor)
     # Line by line, so that the output of a rank that dies is kept.
     sys.stdout, sys.stderr = (open(to, "w", 1, "utf-8", "replace", closefd=False) for to in (1, 2))  # noqa: SIM115
     stack = open(seat.stack, "w")  # noqa: SIM115  # never closed: faulthandler keeps writing to it
-    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)  # of the main thread, which gets signals
+    # of the main thread, which gets signals
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     faulthandler.enable(file=stack, all_threads=False)
     threading.Thread(target=_exit_with_parent, args=(seat.directory,), daemon=True).start()
-    # As under torchrun, and not the fork server that started this process: a lock for it, such as tqdm's, which
-    # torch.compile takes, would outlive a rank that is killed ("leaked semaphore objects").
+    # As under torchrun, and not the fork server that started this process: a lock for it, such as
+    # tqdm's, which torch.compile takes, would outlive a rank that is killed ("leaked semaphore
+    # objects").
     multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
 
@@ -151,11 +160,14 @@ def _join_group(seat: Seat) -> None:
     )
 
 
-def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessGroup | None) -> Returned | Failure:
+def _answer(
+    call: Call, seat: Seat, connection: Connection, group: dist.ProcessGroup | None
+) -> Returned | Failure:
     try:
         _follow(call, seat)
         function = _find(call)
-        gc.freeze()  # imported objects stay, so that collecting after the call need not look at them
+        # imported objects stay, so that collecting after the call need not look at them
+        gc.freeze()
         args, kwargs = pickle.loads(call.arguments)
         torch.manual_seed(0)
         random.seed(0)
@@ -169,27 +181,43 @@ def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessG
 
 
 def _follow(call: Call, seat: Seat) -> None:
-    """Take over the parent's import path, working directory and environment, all of which tests change."""
+    """Take over the parent's import path, working directory and environment, all of which tests
+    change.
+    """
     sys.path[:] = call.path
     os.chdir(call.directory)
     rank, size = str(seat.rank), str(seat.world_size)  # as torchrun sets them
-    wanted = call.environment | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    for name in os.environ.keys() - wanted.keys():  # never emptied: threads of libraries may read it meanwhile
+    wanted = call.environment | {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+    }
+    # never emptied: threads of libraries may read it meanwhile
+    for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
-    os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
+    os.environ.update(
+        {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    )
 
 
 def _raised(error: BaseException) -> Failure:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    text, name = "".join(traceback.format_exception(type(error), error, frames)), type(error).__name__
-    skips = name == "Skipped" or isinstance(error, unittest.SkipTest)  # by name: ranks may lack pytest
+    text, name = (
+        "".join(traceback.format_exception(type(error), error, frames)),
+        type(error).__name__,
+    )
+    # by name: ranks may lack pytest
+    skips = name == "Skipped" or isinstance(error, unittest.SkipTest)
     return Failure("raised", f"raised {name}", text, str(error) if skips else None)
 
 
 def key_of(module: str, name: str) -> tuple[str, str]:
-    """Return where ``bodies`` has a function; a script's module has another name in child processes."""
+    """Return where ``bodies`` has a function; a script's module has another name in child
+    processes.
+    """
     return "__main__" if module == "__mp_main__" else module, name
 
 
@@ -204,19 +232,27 @@ def attribute(module: ModuleType, name: str) -> Any:
 def _find(call: Call) -> Callable[..., Any]:
     """Import the module of a call and return its function."""
     module = sys.modules.get(call.module)
-    if module is None or (call.module != "__main__" and getattr(module, "__file__", None) != call.file):
+    if module is None or (
+        call.module != "__main__" and getattr(module, "__file__", None) != call.file
+    ):
         module = _imported(call)
     found = bodies.get(key_of(call.module, call.name)) or attribute(module, call.name)
     if found is None:
-        rule, fix = "Ranks import the module and look the function up by name", "Define it where importing defines it"
-        raise ShardkitError(message(f"{call.module}.{call.name}", f"is not found in {call.file}", rule, fix))
+        rule, fix = (
+            "Ranks import the module and look the function up by name",
+            "Define it where importing defines it",
+        )
+        raise ShardkitError(
+            message(f"{call.module}.{call.name}", f"is not found in {call.file}", rule, fix)
+        )
     return found
 
 
 def _imported(call: Call) -> ModuleType:
     hook: Any = None
     if call.rewritten:
-        with suppress(ImportError, AttributeError, TypeError):  # not public; without it asserts only say less
+        # not public; without it asserts only say less
+        with suppress(ImportError, AttributeError, TypeError):
             hook = _assertion_hook()
             hook.mark_rewrite(call.module)
     try:
@@ -226,8 +262,11 @@ def _imported(call: Call) -> ModuleType:
             raise
         module = None
     if module is None or getattr(module, "__file__", None) != call.file:
-        # The file is not on ``sys.path``, or another one of its name comes first. pytest can import such a file too.
-        spec: Any = importlib.util.spec_from_file_location(call.module, call.file or "", loader=hook)
+        # The file is not on ``sys.path``, or another one of its name comes first. pytest can import
+        # such a file too.
+        spec: Any = importlib.util.spec_from_file_location(
+            call.module, call.file or "", loader=hook
+        )
         module = sys.modules[call.module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module
@@ -247,4 +286,8 @@ def call_stack(seat: Seat) -> str:
     dump = seat.stack.read_text()
     frames = [line for line in dump.splitlines() if line.startswith("  File")]
     ours = [number for number, frame in enumerate(frames) if __file__ in frame]
-    return "\n".join(["Stack (most recent call last):", *reversed(frames[: ours[0]])]) if ours else dump
+    return (
+        "\n".join(["Stack (most recent call last):", *reversed(frames[: ours[0]])])
+        if ours
+        else dump
+    )

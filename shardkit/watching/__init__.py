@@ -1,4 +1,3 @@
-"""Find where ranks differ: ``watch`` while they run, ``compare_ranks`` afterwards."""
+"""Find where ranks differ while they run."""
 
-from shardkit.watching.ranks import compare_ranks as compare_ranks
 from shardkit.watching.watch import watch as watch

@@ -1,4 +1,6 @@
-"""``watch``: each rank notes its calls, and a thread compares them with the other ranks' through the store."""
+"""``watch``: each rank notes its calls, and a thread compares them with the other ranks' through
+the store.
+"""
 
 from __future__ import annotations
 
@@ -41,35 +43,42 @@ logger = logging.getLogger("shardkit")
 
 TAIL = 1024  # calls that a rank publishes, the last ones
 _STORE = "the store of the process group"
-_entered = Counter[int]()  # watches of this process so far, by team: by these numbers ranks find each other's
+_entered = Counter[
+    int
+]()  # watches of this process so far, by team: by these numbers ranks find each other's
 _running: list[_Watch] = []
 
 
 @contextmanager
 def watch(*models: nn.Module, after: float = 30.0, end: bool = False) -> Iterator[None]:
-    """Report which rank is in another call, and its line of code, when ranks disagree or one of them is lost.
+    """Report which rank is in another call, and its line of code, when ranks disagree or one of
+    them is lost.
 
-    Each rank notes the units that it gathers and reduces, and shardkit's own collective calls with their arguments. A
-    thread publishes them in the store of the process group. One rank compares them and logs one error with the first
-    call in which ranks differ, the line of the user's code that made it on each rank, and the ranks that are silent:
-    as soon as calls differ, also if nothing hangs, and at most ``after`` + 2 seconds after a rank made its last call.
-    Other collectives (``dist.barrier()``, tensor parallelism) show as the line at which a rank is.
+    Each rank notes the units that it gathers and reduces, and shardkit's own collective calls with
+    their arguments. A thread publishes them in the store of the process group. One rank compares
+    them and logs one error with the first call in which ranks differ, the line of the user's code
+    that made it on each rank, and the ranks that are silent: as soon as calls differ, also if
+    nothing hangs, and at most ``after`` + 2 seconds after a rank made its last call. Other
+    collectives (``dist.barrier()``, tensor parallelism) show as the line at which a rank is.
 
-    Local: entering and leaving wait for no rank. A call costs microseconds; on CPUs, where gloo aborts a rank that gets
-    a message of another size, it asks the store first (0.1 ms), and waits for the report if ranks differ. All ranks of
-    the models' meshes must enter. ``SHARDKIT_WATCH=30``, or ``=30,end``, watches every model that ``shard_model`` or
+    Local: entering and leaving wait for no rank. A call costs microseconds; on CPUs, where gloo
+    aborts a rank that gets a message of another size, it asks the store first (0.1 ms), and waits
+    for the report if ranks differ. All ranks of the models' meshes must enter.
+    ``SHARDKIT_WATCH=30``, or ``=30,end``, watches every model that ``shard_model`` or
     ``apply_plan`` shards, to the end of the program.
 
     Args:
-        models: sharded. Every rank must run the same units in the same order: give pipeline stages, or models that only
-            some ranks have, watches of their own.
-        after: seconds without a call after which ranks are reported. A longer pause, as to evaluate, is reported too.
-        end: end the program on every rank with that error: it is raised by the next call, or, where a rank waits in a
-            collective, printed, and the process ends with exit code 1, without cleaning up.
+        models: sharded. Every rank must run the same units in the same order: give pipeline stages,
+            or models that only some ranks have, watches of their own.
+        after: seconds without a call after which ranks are reported. A longer pause, as to
+            evaluate, is reported too.
+        end: end the program on every rank with that error: it is raised by the next call, or, where
+            a rank waits in a collective, printed, and the process ends with exit code 1, without
+            cleaning up.
 
     Raises:
-        ShardkitError: ``after`` is not positive; a model is not a module; and the report, with ``end`` or in place of
-            an error of gloo or NCCL.
+        ShardkitError: ``after`` is not positive; a model is not a module; and the report, with
+            ``end`` or in place of an error of gloo or NCCL.
     """
     watching = _start(models, after, end)
     try:
@@ -100,7 +109,9 @@ def _start(models: Sequence[nn.Module], after: float, end: bool) -> _Watch | Non
     for model in models:
         check_module(model)
     if not after > 0:
-        raise ShardkitError(message("after", f"must be a positive number, got {after!r}", "", "Pass after=30"))
+        raise ShardkitError(
+            message("after", f"must be a positive number, got {after!r}", "", "Pass after=30")
+        )
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     params = [param for model in models for _, param in named_sharded_parameters(model)]
@@ -112,29 +123,45 @@ def _start(models: Sequence[nn.Module], after: float, end: bool) -> _Watch | Non
 
 def _is_of_communication(error: BaseException | None) -> bool:
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
+        isinstance(error, RuntimeError)
+        and any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
     )
 
 
 class _Watch:
-    def __init__(self, models: Sequence[nn.Module], ranks: list[int], after: float, end: bool, asks: bool) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], ranks: list[int], after: float, end: bool, asks: bool
+    ) -> None:
         self.ranks, self.report = ranks, ""
         self._rank, self._after, self._ends, self._asks = dist.get_rank(), after, end, asks
-        self._period = min(max(1.0, len(ranks) / 256), after / 5)  # in each the first rank reads all records
+        # in each the first rank reads all records
+        self._period = min(max(1.0, len(ranks) / 256), after / 5)
         team = zlib.crc32(repr(ranks).encode())
         _entered[team] += 1
         self._store = store_of_its_own(f"shardkit_watch_{team}_{_entered[team]}")
         self._user_thread, self._lock = threading.get_ident(), threading.Lock()
         self.count, self._moved, self._calls = 0, time.monotonic(), deque[Call](maxlen=TAIL)
         self._state: dict[str, Any] = {}  # "line", "error", "failed": what is known of the end
-        self._known: dict[int, tuple[Record, float]] = dict.fromkeys(ranks, (NOTHING, time.monotonic()))
-        self._polls, self._reported = 0, ""  # since there is something to report; what was reported last
-        self._left, self._gone, self._settled = threading.Event(), threading.Event(), threading.Event()
+        self._known: dict[int, tuple[Record, float]] = dict.fromkeys(
+            ranks, (NOTHING, time.monotonic())
+        )
+        # since there is something to report; what was reported last
+        self._polls, self._reported = (
+            0,
+            "",
+        )
+        self._left, self._gone, self._settled = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._undo = []
         for number, model in enumerate(models):
             names = {module: name or "(root)" for name, module in model.named_modules()}
             for unit in fsdp_units(model):
-                name = (f"model {number}: " if number else "") + ", ".join(names[module] for module in unit.modules)
+                name = (f"model {number}: " if number else "") + ", ".join(
+                    names[module] for module in unit.modules
+                )
                 self._undo.append(observe_collectives(unit, partial(self._note_unit, name)))
         listeners.append(self._note_own)
         _running.append(self)
@@ -146,7 +173,8 @@ class _Watch:
         self._note(f"{operation} of {name}")
 
     def _note_own(self, call: str) -> None:
-        # All ranks of a smaller team make a call that concerns a larger one, but not the other way around.
+        # All ranks of a smaller team make a call that concerns a larger one, but not the other way
+        # around.
         if len(self.ranks) == min(len(each.ranks) for each in _running):
             self._note(call)
 
@@ -174,7 +202,9 @@ class _Watch:
         return line_of(sys._current_frames().get(self._user_thread))
 
     def leave(self, error: BaseException | None) -> None:
-        """Note the end. Waits until it is published; and for the report, for seconds, if communication failed."""
+        """Note the end. Waits until it is published; and for the report, for seconds, if
+        communication failed.
+        """
         if self not in _running:
             return
         _running.remove(self)
@@ -188,7 +218,9 @@ class _Watch:
             self._gone.wait(5 * self._period + 2.0)
         elif error is None or not self.report:
             self._state["error"] = "" if error is None else f"{type(error).__name__}: {error}"[:200]
-            self._add("the end of the watch" if error is None else f"raised {type(error).__name__}", "")
+            self._add(
+                "the end of the watch" if error is None else f"raised {type(error).__name__}", ""
+            )
         self._left.set()
         self._gone.wait(2.0)
 
@@ -197,10 +229,17 @@ class _Watch:
     def _run(self) -> None:
         left = False
         while not left and not (self._state.get("failed") and self._settled.is_set()):
-            # A rank whose process group is destroyed communicates no more; the others must not miss it.
-            left, patience = self._left.wait(self._period) or not dist.is_initialized(), 2 * self._period + 1.0
-            # A host that is lost closes no connection, and the store of its process would be waited for.
-            stuck = threading.Timer(max(self._after, 5.0), self._exit, [f"watch: {_STORE} does not answer"])
+            # A rank whose process group is destroyed communicates no more; the others must not miss
+            # it.
+            left, patience = (
+                self._left.wait(self._period) or not dist.is_initialized(),
+                2 * self._period + 1.0,
+            )
+            # A host that is lost closes no connection, and the store of its process would be waited
+            # for.
+            stuck = threading.Timer(
+                max(self._after, 5.0), self._exit, [f"watch: {_STORE} does not answer"]
+            )
             stuck.daemon = True
             stuck.start()
             try:
@@ -209,7 +248,10 @@ class _Watch:
                 if not self._ends:
                     logger.warning(f"watch: ended, since the process that holds {_STORE} has")
                     break
-                self.report, patience = self.report or f"watch: the process that holds {_STORE} has ended", self._after
+                self.report, patience = (
+                    self.report or f"watch: the process that holds {_STORE} has ended",
+                    self._after,
+                )
             finally:
                 stuck.cancel()
             if self.report and not left and self._ends and not self._left.wait(patience):
@@ -222,15 +264,21 @@ class _Watch:
             os._exit(1)
 
     def _poll(self, left: bool = False) -> None:
-        """Publish this rank's record, hear a report, and compare on the first rank that has not left or gone."""
+        """Publish this rank's record, hear a report, and compare on the first rank that has not
+        left or gone.
+        """
         with self._lock:
             calls, idle = tail(self.count, list(self._calls)), time.monotonic() - self._moved
         now = {"idle": idle, "beat": time.time_ns(), "left": left, "line": self._line()}
         record = calls | now | self._state
         self._write(f"{self._rank} calls", record)
         before = self.ranks[: self.ranks.index(self._rank)]
-        first = next((r for r in before if not (seen := self.peek(r)).record["left"] and not seen.gone), self._rank)
-        others = self._read(f"{first} calls") or NOTHING  # each rank compares itself with the first one
+        first = next(
+            (r for r in before if not (seen := self.peek(r)).record["left"] and not seen.gone),
+            self._rank,
+        )
+        # each rank compares itself with the first one
+        others = self._read(f"{first} calls") or NOTHING
         found = first_difference({first: others, self._rank: record})
         short = {key: record[key] for key in ("idle", "beat", "left", "failed") if key in record}
         self._write(str(self._rank), short | {"differs": found is not None and found.is_certain})
@@ -251,16 +299,23 @@ class _Watch:
         if record is not None and record["beat"] != self._known[rank][0].get("beat"):
             self._known[rank] = record, now
         record, at = self._known[rank]
-        is_silent = now - at >= 3 * self._period + 0.5 and not record["left"]  # threads of a busy rank are late
+        # threads of a busy rank are late
+        is_silent = now - at >= 3 * self._period + 0.5 and not record["left"]
         silence = "never entered the watch" if record is NOTHING else f"silent for {now - at:.0f} s"
         return Seen(record, now - at, silence if is_silent else "")
 
     def _look(self, seen: Mapping[int, Seen]) -> None:
-        """Compare the calls of all ranks if one is lost, waits for long, or made other calls than this one."""
-        flagged = any(each.gone or each.record.get("failed") or each.record.get("differs") for each in seen.values())
+        """Compare the calls of all ranks if one is lost, waits for long, or made other calls than
+        this one.
+        """
+        flagged = any(
+            each.gone or each.record.get("failed") or each.record.get("differs")
+            for each in seen.values()
+        )
         if not flagged and max(each.idle for each in seen.values()) < self._after:
             self._polls = 0
-            if self.report:  # all go on: what was reported must not be taken for the cause of a later error
+            # all go on: what was reported must not be taken for the cause of a later error
+            if self.report:
                 self._tell("", "", settled=False)
             return
         full = {rank: self._read(f"{rank} calls") or NOTHING for rank in self.ranks}
@@ -274,10 +329,14 @@ class _Watch:
         records = {rank: each.record for rank, each in seen.items()}
         found = first_difference(records)
         if found is None or not found.is_certain:  # what a lost rank called last is not known
-            found = first_difference({r: each for r, each in records.items() if not seen[r].gone} or records)
+            found = first_difference(
+                {r: each for r, each in records.items() if not seen[r].gone} or records
+            )
         certain = found.calls if found is not None and found.is_certain else {}
         settled = bool(certain) and all(call or seen[rank].gone for rank, call in certain.items())
-        lost = any(each.gone for each in seen.values()) and any(each.get("failed") for each in records.values())
+        lost = any(each.gone for each in seen.values()) and any(
+            each.get("failed") for each in records.values()
+        )
         stalled = max(each.idle for each in seen.values()) >= self._after
         made = stalled and [each["first"] + len(each["calls"]) for each in records.values()]
         state = repr((settled, lost, made)) if settled or lost or stalled else ""

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import ShardingPlan, apply_plan
+from shardkit._fsdp.states import gathered_tensors
+from shardkit._torch import named_sharded_parameters
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
+from shardkit.memory import Prediction
 from shardkit.testing import fake_world
 
 
@@ -85,3 +88,31 @@ def counted_peak(model: nn.Module, plan: ShardingPlan, step: Callable[[nn.Module
 
 def _local(param: nn.Parameter) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+    """Bytes of this rank by category, each storage once, and "on the CPU" what is offloaded of them."""
+    params = [param for _, param in named_sharded_parameters(model)]
+    first = next(iter(params), torch.empty(0))
+    device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
+    state = optimizer.state.values() if optimizer is not None else []
+    tensors = {
+        "parameters": [*params, *model.buffers()],
+        "gradients": [param.grad for param in params],
+        "optimizer": [leaf for entry in state for leaf in tree_leaves(entry)],
+        "unsharded": gathered_tensors(model),
+    }
+    found: dict[str, int] = {"on the CPU": 0}
+    for name, each in tensors.items():
+        local = [_local(tensor) for tensor in each if isinstance(tensor, Tensor) and tensor.device.type != "meta"]
+        storages = {tensor.untyped_storage() for tensor in local}
+        found[name] = sum(storage.nbytes() for storage in storages if storage.device.type == device)
+        found["on the CPU"] += sum(storage.nbytes() for storage in storages if storage.device.type != device)
+    return found
+
+
+def predicted_held(row: Prediction) -> dict[str, int]:
+    """The same after a step, as predicted, without what the step itself makes and frees."""
+    last = row.timeline[-1]
+    found = {name: getattr(last, name) for name in ("parameters", "gradients", "unsharded")}
+    return found | {"optimizer": row.timeline[0].optimizer}

@@ -109,7 +109,9 @@ def test_predicted_is_counted_with_micro_batches(frozen: tuple[str, ...], keep: 
 
 def test_a_budget_counts_what_micro_batches_keep() -> None:
     model = partly_frozen("embed", "layers.0", "layers.1")
-    weighed = {"batch": TOKENS, "world_size": 8, "loss": mean, "optimizer": "none", "reserve": 0, "micro_batches": 3}
+    plan = plan_model(model, mesh=MeshSpec.sharded(8))
+    options = {"batch": TOKENS, "loss": mean, "optimizer": "none"}
+    weighed = {"plan": plan, "reserve": 0, "micro_batches": 3, **options}
     everything, *_, kept = plan_for_budget(model, "1GiB", **weighed).weighed
     choice = plan_for_budget(model, (everything.peak.total + kept.peak.total) // 2, **weighed)
     gathers = [plan.collectives(3).all_gathers for plan in (everything.plan, choice.plan, kept.plan)]
@@ -135,7 +137,8 @@ def test_predicted_is_counted_where_blocks_share_a_unit() -> None:
     model = decoder()
     for block in model.layers:
         block.up, block.down = model.layers[0].up, model.layers[0].down
-    weighed = {"batch": TOKENS, "world_size": 8, "loss": mean, "optimizer": "none", "reserve": 0}
+    plan = plan_model(model, mesh=MeshSpec.sharded(8))
+    weighed = {"plan": plan, "batch": TOKENS, "loss": mean, "optimizer": "none", "reserve": 0}
     most = plan_for_budget(model, "1GiB", **weighed).weighed[0].peak.total
     choice = plan_for_budget(model, int(0.8 * most), **weighed)
     assert {unit.checkpoint_activations for unit in choice.plan.units if unit.blocks} == {True, False}

@@ -16,23 +16,28 @@ from small_models import Block, Decoder
 from test_memory import TOKENS, decoder, mean
 from torch import Tensor, nn
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, api, plan_model, shard_model
+from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, api, plan_model, shard_model
 from shardkit.memory import BudgetPlan, estimate, plan_for_budget
-from shardkit.memory.budget import parse_bytes
+from shardkit.memory.budget import limit_of
 from shardkit.memory.trace import trace
 from shardkit.testing import distributed, fake_world
 
 
 def test_a_plan_alone_is_enough_for_all_but_activations():
     plan = plan_model(decoder(), mesh=MeshSpec.hybrid(2, 4))
-    of_plan, of_model = estimate(plan), estimate(decoder(), mesh=MeshSpec.hybrid(2, 4), optimizer=8)  # AdamW's bytes
+    of_plan, of_model = estimate(plan), estimate(decoder(), plan, optimizer=8)  # AdamW's bytes
     assert [row.peak for row in of_plan] == [row.peak for row in of_model]
     assert of_plan["HSDP"].plan == plan
     assert "no batch given" in str(of_plan)
 
 
+def on(ranks: int, model: nn.Module) -> ShardingPlan:
+    return plan_model(model, mesh=MeshSpec.sharded(ranks))
+
+
 def test_what_each_strategy_saves():
-    rows = estimate(decoder(), world_size=16, batch=TOKENS, loss=mean, ranks_per_node=4)
+    model = decoder()
+    rows = estimate(model, on(16, model), batch=TOKENS, loss=mean, ranks_per_node=4)
     peak = {row.name: row.peak.total for row in rows}
     order = ["replicated (DDP)", "kept gathered (ZeRO-2)", "sharded (ZeRO-3)", "ZeRO-3, blocks checkpointed"]
     order += ["ZeRO-3, checkpointed and offloaded"]
@@ -48,24 +53,24 @@ def test_what_each_strategy_saves():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({}, "world_size must be given, or mesh."),
-        ({"world_size": 4, "mesh": MeshSpec.sharded(4)}, "world_size must not be given together with mesh."),
-        ({"world_size": 4, "optimizer": -8}, "optimizer must be one of adamw,"),
-        ({"world_size": 4, "ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0."),
-        ({"world_size": 4, "optimizer": "adamax2"}, "or bytes of state per element, got 'adamax2'."),
-        ({"world_size": 4, "batch": {"nothing": TOKENS}}, "batch fails in the model on fake tensors"),
+        ({"plan": None}, "estimate needs a plan, and with a batch also the model."),
+        ({"optimizer": -8}, "optimizer must be one of adamw,"),
+        ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0."),
+        ({"optimizer": "adamax2"}, "or bytes of state per element, got 'adamax2'."),
+        ({"batch": {"nothing": TOKENS}}, "batch fails in the model on fake tensors"),
     ],
 )
 def test_bad_arguments_of_an_estimate(arguments, text):
+    model = Decoder()
     with pytest.raises(PlanError, match=re.escape(text)):
-        estimate(Decoder(), **arguments)
+        estimate(model, **{"plan": on(4, model)} | arguments)
 
 
 def test_a_step_is_traced_in_inference_mode_too():
     model = decoder()
     with torch.inference_mode():
-        row = estimate(model, world_size=4, batch=TOKENS, loss=mean)["ZeRO-3"]
-    assert row == estimate(model, world_size=4, batch=TOKENS, loss=mean)["ZeRO-3"]
+        row = estimate(model, on(4, model), batch=TOKENS, loss=mean)["ZeRO-3"]
+    assert row == estimate(model, on(4, model), batch=TOKENS, loss=mean)["ZeRO-3"]
 
 
 class Remembering(nn.Module):
@@ -137,9 +142,9 @@ def test_a_trace_leaves_all_that_is_reachable_from_the_model_as_it_is():
 @pytest.mark.parametrize("share", [0.999, 0.75, 0.6])
 def test_a_plan_for_a_budget_never_exceeds_it_when_it_runs(share: float):
     model = decoder(layers=6)
-    most = estimate(model, world_size=8, batch=TOKENS, loss=mean, optimizer="none")["ZeRO-2"].peak.total
+    most = estimate(model, on(8, model), batch=TOKENS, loss=mean, optimizer="none")["ZeRO-2"].peak.total
     budget = int(most * share)
-    choice = plan_for_budget(model, budget, world_size=8, batch=TOKENS, loss=mean, optimizer="none", reserve=0)
+    choice = plan_for_budget(model, budget, on(8, model), batch=TOKENS, loss=mean, optimizer="none", reserve=0)
     assert choice.peak.total <= budget
     if not any(unit.offloads for unit in choice.plan.units):
         peak = counted_peak(model, choice.plan, lambda m: mean(m(TOKENS)).backward())
@@ -148,41 +153,38 @@ def test_a_plan_for_a_budget_never_exceeds_it_when_it_runs(share: float):
 
 def test_the_order_of_a_budget():
     model = decoder(layers=6)
-    sharded = estimate(model, world_size=16, batch=TOKENS, loss=mean)["ZeRO-3"].peak.total
+    sharded = estimate(model, on(16, model), batch=TOKENS, loss=mean)["ZeRO-3"].peak.total
 
     def chosen(budget: int) -> BudgetPlan:
-        return plan_for_budget(model, budget, world_size=16, batch=TOKENS, loss=mean, reserve=0)
+        return plan_for_budget(model, budget, on(16, model), batch=TOKENS, loss=mean, reserve=0)
 
     assert "of 7 units kept gathered" in chosen(int(1.5 * sharded)).name
-    assert re.match(r"[1-6] of 6 blocks checkpointed selectively", chosen(int(0.95 * sharded)).name)
-    assert re.match(r"[1-6] of 6 blocks checkpointed in full", chosen(int(0.75 * sharded)).name)
+    assert re.search(r"[1-6] of 6 blocks checkpointed selectively", chosen(int(0.95 * sharded)).name)
+    assert re.search(r"[1-6] of 6 blocks checkpointed in full", chosen(int(0.75 * sharded)).name)
     assert chosen(int(0.9 * sharded)) == chosen(int(0.9 * sharded))
-    near = chosen(sharded + 6000)
-    assert "resharded within the node" in near.name
-    assert {unit.reshard_after_forward for unit in near.plan.units} == {False, True, 8}
     with pytest.raises(PlanError, match=r"budget of .* is too little: .* still peaks at .*Use a smaller batch"):
         chosen(int(0.05 * sharded))
 
 
-def test_budgets_and_reserves_as_text():
+def test_budgets_as_text():
     sizes = {"70GiB": 70 * 2**30, "80 GB": 80 * 10**9, "1.5kB": 1500, 7: 7}
-    assert [parse_bytes(text) for text in sizes] == list(sizes.values())
-    sizes = {"10%": 10_000, "2.5 %": 2500, "6kB": 6000, 7: 7, 0: 0, "0GiB": 0}
-    assert [parse_bytes(text, "reserve", of=100_000) for text in sizes] == list(sizes.values())
+    assert [limit_of(text, 0) for text in sizes] == list(sizes.values())
+    assert limit_of("80 GB", 0.1) == 72 * 10**9
     for text in ("", "GiB", "70 apples", "-3GiB", 0, None, True):
         with pytest.raises(PlanError, match="budget must be bytes"):
-            parse_bytes(text)
-        with pytest.raises(PlanError, match=r'reserve must be bytes, .* or "10%" of the budget'):
-            parse_bytes(text or None, "reserve", of=100_000)
+            limit_of(text, 0)
+    with pytest.raises(PlanError, match="reserve must be a part"):
+        limit_of("80GiB", 1.0)
 
 
 def test_what_is_reserved_is_not_used():
-    model, batch = decoder(layers=6), {"world_size": 16, "batch": TOKENS, "loss": mean}
-    choice, whole = (plan_for_budget(model, 500_000, reserve=reserve, **batch) for reserve in ("20%", 0))
-    assert (choice.budget, choice.reserved) == (500_000, 100_000)
-    assert choice.plan == plan_for_budget(model, 400_000, reserve=0, **batch).plan
+    model = decoder(layers=6)
+    options = {"batch": TOKENS, "loss": mean}
+    choice, whole = (plan_for_budget(model, 500_000, on(16, model), reserve=each, **options) for each in (0.2, 0))
+    assert choice.limit == 400_000
+    assert choice.plan == plan_for_budget(model, 400_000, on(16, model), reserve=0, **options).plan
     assert choice.peak.total <= 400_000 < whole.peak.total
-    assert str(choice).startswith("fits in 390.6 KiB (488.3 KiB less 97.7 KiB reserved): ")
+    assert str(choice).startswith("fits in 390.6 KiB: ")
 
 
 @distributed(world_size=2)
@@ -198,6 +200,6 @@ def test_shard_model_within_a_budget():
 
 def test_a_budget_needs_a_batch():
     with pytest.raises(PlanError, match="batch must be given, got None"):
-        plan_for_budget(decoder(), "1GiB", batch=None, world_size=2)
+        plan_for_budget(decoder(), "1GiB", on(2, decoder()), batch=None)
     with fake_world(2), pytest.raises(PlanError, match="memory_budget"):
         shard_model(decoder(), memory_budget="1GiB")

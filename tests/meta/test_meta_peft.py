@@ -85,21 +85,6 @@ def test_load_pretrained_of_the_base(tmp_path):
         load_pretrained(shard_model(adapted(model, "lora")), tmp_path, strict=False)
 
 
-def test_adapters_made_afterwards_take_an_initializer():
-    def init(module):
-        if hasattr(module, "lora_A"):
-            nn.init.ones_(module.lora_A["default"].weight)
-            nn.init.zeros_(module.lora_B["default"].weight)
-
-    with init_on_meta():
-        model = base()
-    model = shard_model(adapted(model, "lora"))
-    materialize(model, init=init)
-    adapters = {fqn: param.to_local() for fqn, param in model.named_parameters() if "lora_" in fqn}
-    values = {fqn.split(".")[-3]: param.unique().tolist() for fqn, param in adapters.items()}
-    assert values == {"lora_A": [1.0], "lora_B": [0.0]}
-
-
 OTHER = torch.zeros(2, dtype=torch.bfloat16)
 OF_MODULES = [
     lambda m: m.to(device="cpu"),

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from meta_check import build_sharded, differences, net, shard
+from meta_check import build_sharded, check_same_as_ordinary, differences, net, shard
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -54,7 +54,7 @@ def test_real_parameters_are_left_alone():
     adapter = nn.Linear(2, 2)
     expected = nn.Sequential(plain, copy.deepcopy(adapter))
     model = shard(nn.Sequential(model, adapter))
-    materialize(model, init=lambda module: [p.data.add_(0) for p in module.parameters(recurse=False)])
+    materialize(model)
     assert differences(expected, model) == []
 
 
@@ -76,61 +76,13 @@ def scaled(module: nn.Module) -> None:
         nn.init.normal_(module.bias)
 
 
-def test_plain_meta_models_use_their_reset_parameters():
+def test_initializers_of_the_user_and_of_modules_belong_inside():
     def build():
-        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.MultiheadAttention(4, 2), nn.LSTM(4, 3))
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.MultiheadAttention(4, 2), nn.LSTM(4, 3))
+        model[3].reset_parameters()
+        return model.apply(scaled)
 
-    with torch.device("meta"):
-        model = shard(build())
-    torch.manual_seed(7)
-    materialize(model)
-    plain = build()
-
-    def reset(module):
-        getattr(module, "reset_parameters", getattr(module, "_reset_parameters", lambda: None))()
-
-    torch.manual_seed(7)
-    plain.apply(reset)
-    assert differences(plain, model) == []
-
-
-class WithInitWeights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.empty(5, 3))
-        self.register_buffer("freqs", torch.arange(4) * 0.1, persistent=False)
-        self.inner = nn.Linear(3, 3)
-
-    def init_weights(self, std: float = 0.1) -> None:
-        nn.init.normal_(self.w, std=std)
-        self.freqs = torch.arange(4) * 0.1  # assigned, not copied to
-
-
-class WithInitEach(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
-
-
-def test_plain_meta_models_use_their_init_weights():
-    with torch.device("meta"):
-        model = shard(WithInitWeights())
-        each = shard(WithInitEach())
-    torch.manual_seed(7)
-    materialize(model)
-    plain = WithInitWeights()
-    torch.manual_seed(7)
-    plain.inner.reset_parameters()
-    plain.init_weights()
-    assert differences(plain, model) == []
-    materialize(each)
-    assert each.inner.weight.to_local().eq(1).all()
-    assert each.inner.bias.to_local().eq(0).all()
+    check_same_as_ordinary(build)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------
@@ -173,12 +125,16 @@ class Garbage(nn.Module):
         self.masked.data[torch.ones(4, dtype=torch.bool)] = 0.0
 
 
-@pytest.mark.parametrize("context", [init_on_meta, lambda: torch.device("meta")], ids=["recorded", "plain"])
-def test_whatever_would_stay_uninitialized_is_listed(context):
-    with context():
+def test_what_nothing_writes_is_listed():
+    with init_on_meta():
         model = Garbage()
-    names = r"^never, partly, derived, masked, table would stay uninitialized"
-    refused(shard(model), names + r".* pass materialize\(model, init=...\)")
+    refused(shard(model), r"^never, table would stay uninitialized.* Initialize it inside init_on_meta")
+
+
+def test_what_was_made_elsewhere_is_listed():
+    with torch.device("meta"):
+        model = net()
+    refused(shard(model), r"^0.weight, 0.bias, 1.weight, 1.bias was made on the meta device outside init_on_meta")
 
 
 def test_ties_and_shapes_made_afterwards():
@@ -203,23 +159,3 @@ def test_hooks_and_weak_references():
 def test_sharding_inside_the_context():
     with pytest.raises(ShardkitError, match=r"^a DTensor is used inside init_on_meta"), init_on_meta():
         shard(net())
-
-
-def test_an_initializer_that_raises_leaves_the_model():
-    def draws_and_fails(module):
-        torch.rand(3)
-        raise ZeroDivisionError
-
-    torch.manual_seed(7)
-    plain = net().apply(scaled)
-    after = torch.get_rng_state()
-    for seed in (None, 7):
-        torch.manual_seed(7)
-        model = build_sharded(net)
-        before = meta_state(model)
-        with pytest.raises(ShardkitError, match="rank 1: ZeroDivisionError"):
-            materialize(model, init=draws_and_fails, seed=seed)
-        assert meta_state(model) == before
-        materialize(model, init=scaled, seed=seed)
-        assert differences(plain, model) == []
-        assert torch.equal(after, torch.get_rng_state())

@@ -224,7 +224,7 @@ def test_models_and_factories_that_are_refused():
     net = sharded_net((4,))
     with pytest.raises(ShardkitError, match="in no optimizer"):
         optimizer_in_backward(net, lambda params: factory("SGD")(params[1:]))
-    with pytest.raises(ShardkitError, match=r"Lion, which is not known to be element-wise"):
+    with pytest.raises(ShardkitError, match=r"Lion, and not one of torch's element-wise ones"):
         optimizer_in_backward(net, Lion)
     assert hooks(net) == []
     optimizer_in_backward(net, factory("SGD"))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 from grads_net import MESHES, give_grads, sharded_net
@@ -22,7 +18,6 @@ from optim_nets import (
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from shardkit.optim import step_on_local_shards
@@ -66,21 +61,6 @@ def test_the_same_bits_as_the_dtensor_step(name, flags):
     for rank in (1, 3):  # the last one's parts are smaller, or empty
         with fake_world(4, rank=rank):
             check_same_bits(name, flags, steps=4)
-
-
-@pytest.mark.parametrize(
-    ("width", "options", "as_list"), [(64, {}, True), (64, {"foreach": False}, False), (256, {}, False)]
-)
-@fake_world(4, rank=1)
-def test_small_shards_on_the_cpu_are_stepped_as_a_list(width, options, as_list, monkeypatch):
-    lists, adds = [], torch._foreach_add_
-    monkeypatch.setattr(torch, "_foreach_add_", lambda *args, **kwargs: (lists.append(args), adds(*args, **kwargs))[1])
-    layer = fully_shard(nn.Linear(width, width, bias=False))
-    layer.weight.grad = torch.ones_like(layer.weight)
-    optimizer = step_on_local_shards(torch.optim.AdamW(layer.parameters(), **options))
-    optimizer.step()
-    assert bool(lists) is as_list
-    assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -216,23 +196,6 @@ def test_hooks_and_closures_see_dtensors():
 
     assert optimizer.step(closure) == 3.0
     assert seen == [{DTensor}] * 3
-
-
-@fake_world(4, rank=1)
-def test_copies_and_pickles_step_on_local_shards_too():
-    optimizer = step_on_local_shards(torch.optim.AdamW([nn.Parameter(torch.ones(3))]), cpu_threads=1)
-    file = io.BytesIO()
-    torch.save(optimizer, file)
-    file.seek(0)
-    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), torch.load(file, weights_only=False)]
-    for each in copies:
-        assert type(each) is type(optimizer)
-        assert each.cpu_threads == 1
-        (param,) = each.param_groups[0]["params"]
-        param.grad = torch.ones(3)
-        each.step()
-        assert not torch.equal(param, torch.ones(3))
-        assert param is not optimizer.param_groups[0]["params"][0]
 
 
 @distributed(world_size=4, backend="gloo")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import pickle
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from shardkit import (
     full_state_dict,
     load_checkpoint,
     save_checkpoint,
-    step_on_local_shards,
     step_on_whole_matrices,
 )
 from shardkit.errors import ShardkitError
@@ -155,15 +152,13 @@ def test_a_packages_optimizer(name):
         kind = pytest.importorskip("came_pytorch").CAME
     else:
         kind = pytest.importorskip("pytorch_optimizer").load_optimizer(name)
-    ways = [step_on_whole_matrices, functools.partial(step_on_local_shards, elementwise=True)]
-    for step_on in ways[: 1 + (name == "aggmo")]:
-        nets = net, plain = build((2,)), build(None)
-        ours, theirs = (kind([*each.layers.parameters(), each.norm], lr=1e-2) for each in nets)
-        for step in (0, 2, 3, 4):
-            for each, optimizer in ((net, step_on(ours)), (plain, theirs)):
-                give_grads(each, step)
-                optimizer.step()
-        assert_same(full(net), plain.state_dict())
+    nets = net, plain = build((2,)), build(None)
+    ours, theirs = (kind([*each.layers.parameters(), each.norm], lr=1e-2) for each in nets)
+    for step in (0, 2, 3, 4):
+        for each, optimizer in ((net, step_on_whole_matrices(ours)), (plain, theirs)):
+            give_grads(each, step)
+            optimizer.step()
+    assert_same(full(net), plain.state_dict())
 
 
 @distributed(world_size=4, backend="gloo")
@@ -261,11 +256,10 @@ def test_a_number_that_depends_on_the_parameters_is_refused_on_every_rank():
 
 
 @fake_world(4)
-def test_copies_and_pickles_step_on_whole_matrices_too():
+def test_copies_step_on_whole_matrices_too():
     optimizer = step_on_whole_matrices(torch.optim.Muon([nn.Parameter(torch.ones(4, 4))], lr=0.1), slices=True)
-    for each in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert type(each) is type(optimizer)
-        assert each.slices is True
+    assert type(copy.deepcopy(optimizer)) is type(optimizer)
+    assert copy.deepcopy(optimizer).slices is True
 
 
 @distributed(world_size=2, backend="gloo")

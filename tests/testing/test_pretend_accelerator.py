@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_count import held
 from pretend import pretend_accelerator
 from pretend_cases import STARTS, adamw, check_same, devices, loss_of, made, mesh_on, net, plain, sharded
 from torch import nn
@@ -24,7 +25,6 @@ from torch.distributed.tensor import DTensor
 import shardkit
 from shardkit.fsdp1 import FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.memory import estimate, memory_report
 from shardkit.state import asleep, sleep, wake
 from shardkit.testing import RankPool
 
@@ -222,13 +222,13 @@ def check_states(folder: str) -> None:
                 loss_of(other, "pretend").backward()
             with shardkit.full_params(model):
                 assert devices(model.parameters()) == {home}
-            held = memory_report(model, optimizer).measured
-            on_device = [held[name] for name in ("parameters", "optimizer")]
+            found = held(model, optimizer)
+            on_device = [found[name] for name in ("parameters", "optimizer")]
             stays = sum(buffer.nbytes for buffer in model.buffers())  # also where parameters are offloaded
             if settings:
-                assert (on_device, held["on the CPU"] > 2 * stays) == ([stays, 0], True)
+                assert (on_device, found["on the CPU"] > 2 * stays) == ([stays, 0], True)
             else:
-                assert (min(on_device) > stays, held["on the CPU"]) == (True, 4 * len(optimizer.state))  # their steps
+                assert (min(on_device) > stays, found["on the CPU"]) == (True, 4 * len(optimizer.state))  # their steps
 
 
 def test_state_in_memory_and_on_disk(ranks: RankPool, tmp_path: Path) -> None:
@@ -263,22 +263,20 @@ def check_sleep() -> None:
     with pretend_accelerator() as accelerator:
         model = sharded("cpu", "pretend")
         optimizer = adamw(model.parameters())
-        predicted = estimate(net(), world_size=2, batch=torch.ones(4, 5, dtype=torch.long))["ZeRO-3"].asleep
         for _ in range(2):
             loss_of(model, "pretend").backward()
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
             loss_of(model, "pretend")  # the root stays gathered
-        report = memory_report(model, optimizer).measured
-        assert predicted == report["parameters"] + report["optimizer"]
+        report = held(model, optimizer)
         kept, before = set(), plain(list(model.parameters()))
         for _ in range(2):
             accelerator.syncs.clear()
             sleep(model, optimizer)
             assert accelerator.syncs == ["device"]
-            assert sum(memory_report(model, optimizer).measured[name] for name in ("parameters", "optimizer")) == 0
-            assert memory_report(model, optimizer).measured["unsharded"] == 0
+            assert sum(held(model, optimizer)[name] for name in ("parameters", "optimizer")) == 0
+            assert held(model, optimizer)["unsharded"] == 0
             hosts = {host.data_ptr() for bed in asleep._beds.values() for _, host in bed.moved}
             kept = kept or hosts
             assert kept == hosts, "the second time uses the memory of the first"
@@ -288,7 +286,7 @@ def check_sleep() -> None:
         check_same(list(model.parameters()), before, "awake")
         offloaded = sharded("cpu", "pretend", offload_policy=OFFLOADED["pinned"])
         sleep(offloaded)
-        assert memory_report(offloaded).measured["on the CPU"] == report["parameters"] - 8, "what is offloaded stays"
+        assert held(offloaded)["on the CPU"] == report["parameters"] - 8, "what is offloaded stays"
 
 
 @pytest.mark.parametrize("check", [check_steps, check_host_syncs, check_gradients, check_sleep])

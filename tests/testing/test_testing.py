@@ -200,9 +200,7 @@ def test_equal_values_are_the_same():
 def test_ranks_that_differ_are_named_on_every_rank():
     value = torch.arange(6.0).reshape(2, 3)
     value[1, 1] += 0.5 * (dist.get_rank() in (1, 3))
-    with pytest.raises(AssertionError, match=r"on rank 1: 1 of 6 elements differ, the first at 4: 4\.5 against 4\.0,"):
-        assert_same_on_all_ranks(value)
-    with pytest.raises(AssertionError, match="on rank 3: 1 of 6"):
+    with pytest.raises(AssertionError, match=r"rank 1 has 1 other bytes, rank 3 has 1 other bytes"):
         assert_same_on_all_ranks(value)
     assert_same_on_all_ranks(torch.tensor(0.0))  # no rank was left behind in a collective
 
@@ -210,13 +208,13 @@ def test_ranks_that_differ_are_named_on_every_rank():
 @distributed(world_size=2)
 def test_zeros_of_other_signs_dtypes_and_shapes_differ():
     rank = dist.get_rank()
-    with pytest.raises(AssertionError, match=r"on rank 1: 1 of 1 elements differ, the first at 0: -0\.0 against 0\.0"):
+    with pytest.raises(AssertionError, match="rank 1 has 1 other bytes"):
         assert_same_on_all_ranks(torch.tensor(-0.0 if rank else 0.0))
     with pytest.raises(
-        AssertionError, match=r"on rank 1: Tensor of torch.float64 and shape \(2,\)\. .* rank 0 .*float32"
+        AssertionError, match=r"rank 1 has a Tensor of torch.float64 and shape \(2,\)\. .*float32"
     ):
         assert_same_on_all_ranks(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
-    with pytest.raises(AssertionError, match=r"on rank 1: bytes of torch.uint8 and shape \(2,\)"):
+    with pytest.raises(AssertionError, match=r"rank 1 has a bytes of torch.uint8 and shape \(2,\)"):
         assert_same_on_all_ranks(b"ab" if rank else b"a")
 
 
@@ -225,7 +223,7 @@ def test_a_group_of_some_ranks_compares_only_its_own():
     even_and_odd = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = even_and_odd[dist.get_rank() % 2]
     assert_same_on_all_ranks(torch.tensor(dist.get_rank() % 2), group=group)
-    with pytest.raises(AssertionError, match=f"on rank {dist.get_rank() % 2 + 2}: 1 of 1 elements"):
+    with pytest.raises(AssertionError, match=f"rank {dist.get_rank() % 2 + 2} has"):
         assert_same_on_all_ranks(torch.tensor(dist.get_rank()), group=group)
 
 

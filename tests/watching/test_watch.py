@@ -1,7 +1,6 @@
-"""Ranks that disagree, and ranks that are lost, are named with the call and the line; compare_ranks."""
+"""Ranks that disagree, and ranks that are lost, are named with the call and the line."""
 
 import importlib
-import math
 import re
 import time
 from pathlib import Path
@@ -20,7 +19,6 @@ from shardkit.apply.mesh import build_mesh
 from shardkit.plan import MeshSpec
 from shardkit.ranks import listeners, note
 from shardkit.testing import distributed, fake_world
-from shardkit.watching import compare_ranks
 from shardkit.watching.calls import NOTHING, Seen, compose, first_difference, named, tail
 from shardkit.watching.watch import watch_script
 
@@ -172,47 +170,3 @@ def test_a_rank_that_never_came_is_said():
     assert text.startswith("watch: rank 2 never entered the watch. ")
     assert "\n- ranks 0-1: last call: a; train.py:3: step()\n" in text
     assert named([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
-
-
-# --- compare_ranks: where two ranks first differ ----------------------------------------------------------------------
-
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.BatchNorm1d(5, affine=False).eval(), nn.ReLU())
-
-
-@distributed(world_size=2)
-def test_ranks_that_differ_are_named():
-    rank = dist.get_rank()
-    model = shard_model(build(), mesh=build_mesh(MeshSpec.hybrid(2, 1)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    assert compare_ranks(model, optimizer) is None
-    with torch.no_grad():
-        model[2].weight.to_local()[0] += 1e-4 * rank
-    found = compare_ranks(model, optimizer)
-    assert str(found).startswith("2.weight on ranks 0 and 1: at least ")
-    assert 0 < found.distance < 1e-3
-    with torch.no_grad():
-        model[2].weight.to_local()[0] -= 1e-4 * rank
-    model[3].running_mean += rank
-    assert compare_ranks(model, optimizer).at == "3.running_mean"
-    model[3].running_mean -= rank
-    optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
-    assert compare_ranks(model, optimizer).at in ("2.weight", "group 0.lr")  # 1e-4 may leave a rounding
-    assert math.isinf(compare_ranks(nn.Linear(2, 2).requires_grad_(rank == 0)).distance)
-
-
-@distributed(world_size=4)
-def test_a_shard_that_a_replica_lacks_is_named():
-    model = shard_model(nn.Linear(8, 8), mesh=build_mesh(MeshSpec.hybrid(2, 2)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    model(torch.ones(2, 8)).sum().backward()
-    if dist.get_rank() >= 2:
-        optimizer.step()  # with a rate of 0 only its state differs
-    assert compare_ranks(model, optimizer).at == "weight.step"
-    if dist.get_rank() >= 2:
-        model.weight.grad = None
-    assert compare_ranks(model).at == "weight.grad"
