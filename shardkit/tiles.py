@@ -8,7 +8,6 @@ FSDP2 gathers it once.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.errors import ShardkitError, message
+from shardkit._fsdp import not_compiled
+from shardkit._torch import FakeTensor
+from shardkit._torch.dispatch import no_dispatch_modes
+from shardkit.errors import ShardkitError
 
-_MIXES = re.compile("Attention|Attn|Mixer|Conv[123]d|BatchNorm|Mamba|SSM|Recurrent|LSTM|GRU|RNN")
+_DROPOUT = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
@@ -27,61 +36,116 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
 
     The first tensor that it gets has the shape (..., tokens, features), and is cut along its
     tokens; so are other tensors with the same leading dims, such as a residual or a weight for each
-    token. All else is given whole to each tile. A single token, or none, is not cut. Random numbers
-    are drawn for each tile, and the same again in backward.
+    token, if they have these at the first call. All else is given whole to each tile. A single
+    token, or none, is not cut. Random numbers are drawn for each tile, and the same again in
+    backward.
 
-    A module that mixes tokens would be silently wrong. One that holds a module of a kind that does,
-    such as attention or a convolution, by the name of its class, is refused.
+    The first call, in each mode of training and with each set of tensors, computes half of the
+    first tile alone too, and raises if that differs: a module that mixes tokens, as attention does,
+    would be silently wrong. So does each call with fewer tokens than two a tile until then, on two
+    tokens.
     """
-    mixing = [
-        type(each).__name__ for each in module.modules() if _MIXES.search(type(each).__name__)
-    ]
-    fix = "Leave the module out of tiles="
-    if mixing:
-        rule = (
-            "A module with tiles= must compute each token alone, since each call gets one tile "
-            "of tokens"
-        )
-        raise ShardkitError(message(fqn, f"holds a {mixing[0]}, which combines tokens", rule, fix))
     forward: Callable[..., Tensor] = module.forward
+    is_cut: dict[int | str, bool] = {}  # by argument
+    checked: set[tuple[Any, ...]] = set()
 
     @functools.wraps(forward)
     def in_tiles(*args: Any, **kwargs: Any) -> Tensor:
-        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        tensors = {key: each for key, each in given.items() if isinstance(each, Tensor)}
+        first = next(iter(tensors.values()), None)
         if first is None or first.ndim < 2:
-            given = (
-                "no tensor" if first is None else f"a tensor of shape {tuple(first.shape)} first"
+            got = "no tensor" if first is None else f"a tensor of shape {tuple(first.shape)} first"
+            raise ShardkitError(
+                f"{fqn} was called with {got}. A module with tiles= is called with a tensor of "
+                "shape (..., tokens, features) first. Leave the module out of tiles=."
             )
-            rule = (
-                "A module with tiles= is called with a tensor of shape (..., tokens, features) "
-                "first"
-            )
-            raise ShardkitError(message(fqn, f"was called with {given}", rule, fix))
-        lead, dim = first.shape[:-1], first.ndim - 2
-        if lead[dim] < 2:
+        dim = first.ndim - 2
+        tokens = first.shape[dim]
+        if tokens < 2:
             return forward(*args, **kwargs)
+        cut = []
+        for key, each in tensors.items():
+            has_tokens = each.ndim <= first.ndim and each.shape[: dim + 1] == first.shape[: dim + 1]
+            if is_cut.setdefault(key, has_tokens) and has_tokens:
+                cut.append(key)
 
-        def part(each: Any, tile: int) -> Any:
-            is_cut = isinstance(each, Tensor) and each.shape[: dim + 1] == lead
-            return each.chunk(tiles, dim)[tile] if is_cut else each
+        def part(start: int, length: int) -> list[Any]:
+            values = dict(given)
+            for key in cut:
+                values[key] = given[key].narrow(dim, start, length)
+            return list(values.values())
 
-        def of_contiguous(
-            *args: Any, **kwargs: Any
-        ) -> Tensor:  # in the checkpoint, which keeps no copies
-            return forward(
-                *map(_contiguous, args),
-                **{name: _contiguous(each) for name, each in kwargs.items()},
-            )
+        positional, names = len(args), list(kwargs)
 
+        def run(*values: Any) -> Tensor:
+            # Contiguous here, in the checkpoint, which then keeps no copy of a tile.
+            ready = [each.contiguous() if isinstance(each, Tensor) else each for each in values]
+            named = dict(zip(names, ready[positional:], strict=True))
+            return forward(*ready[:positional], **named)
+
+        size = -(-tokens // tiles)
+        call = (module.training, tuple(tensors), tuple(cut))
+        if call not in checked:
+            half = max(1, size // 2)
+            both = first.narrow(dim, 0, 2 * half)
+            if _is_right(module, fqn, run, both, part(0, 2 * half), part(half, half)) and size > 1:
+                checked.add(call)
         outputs = []
-        for tile in range(len(first.chunk(tiles, dim))):
-            parts = [part(each, tile) for each in args]
-            named = {name: part(each, tile) for name, each in kwargs.items()}
-            outputs.append(checkpoint(of_contiguous, *parts, use_reentrant=False, **named))
+        for start in range(0, tokens, size):
+            values = part(start, min(size, tokens - start))
+            outputs.append(checkpoint(run, *values, use_reentrant=False))
         return torch.cat(outputs, -2)
 
     return in_tiles
 
 
-def _contiguous(each: Any) -> Any:
-    return each.contiguous() if isinstance(each, Tensor) else each
+@not_compiled
+@torch.no_grad()
+def _is_right(
+    module: nn.Module,
+    fqn: str,
+    run: Callable[..., Any],
+    tokens: Tensor,
+    both: list[Any],
+    second: list[Any],
+) -> bool:
+    """Return whether the second half of ``tokens`` is computed alike alone; False if the values
+    cannot tell. ShardkitError if it is not.
+    """
+    if isinstance(tokens, FakeTensor) or tokens.is_meta or not tokens.numel():
+        return False
+    dropouts = [each for each in module.modules() if isinstance(each, _DROPOUT) and each.training]
+    for each in dropouts:  # they work on each token alone, and random numbers cannot be compared
+        each.training = False
+    try:
+        # A selective checkpoint around would take these operations for the forward's.
+        with no_dispatch_modes():
+            whole, alone = run(*both), run(*second)
+    finally:
+        for each in dropouts:
+            each.training = True
+    shape = tokens.shape[:-1]
+    rule = (
+        "A module with tiles= must compute each token alone, since each call gets one tile of "
+        "tokens. Leave the module out of tiles=."
+    )
+    if not isinstance(whole, Tensor) or whole.shape[:-1] != shape:
+        returned = tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
+        raise ShardkitError(f"{fqn} returns {returned} for {tuple(shape)} tokens. {rule}")
+
+    # Kernels round differently for another number of tokens.
+    dtypes = [whole.dtype]
+    dtypes += [param.dtype for param in module.parameters() if param.is_floating_point()]
+    if torch.is_autocast_enabled(whole.device.type):
+        dtypes.append(torch.get_autocast_dtype(whole.device.type))
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize > 1)
+    largest = float(whole.abs().max())
+    expected = whole.narrow(-2, shape[-1] // 2, shape[-1] // 2)
+    difference = float((expected - alone).abs().max())
+    if difference > eps**0.5 * largest:
+        raise ShardkitError(
+            f"{fqn} computes a token differently, by {difference / largest:.1e}, when other tokens "
+            f"are left out. {rule}"
+        )
+    return 0 < largest < float("inf")

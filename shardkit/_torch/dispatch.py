@@ -20,10 +20,14 @@ neg_view = torch._neg_view
 no_torch_function = torch._C.DisableTorchFunction
 
 
+# tiles: a context without dispatch modes, such as that of a selective checkpoint; subclasses keep theirs.
+no_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
+
+
 @contextmanager
 def no_modes() -> Iterator[None]:
     """Run the body without any dispatch or function modes, including ours."""
-    with torch.utils._python_dispatch._disable_current_modes(), no_torch_function():
+    with no_dispatch_modes(), no_torch_function():
         yield
 
 

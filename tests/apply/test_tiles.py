@@ -75,6 +75,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 CASES: dict[str, dict[str, Any]] = {
     "default units": {"tiles": TILES},
     "blocks recomputed": {"tiles": TILES, "checkpoint_activations": True},
+    "blocks recomputed in part": {"tiles": TILES, "checkpoint_activations": "selective"},
     "a unit of its own": {"tiles": TILES, "units": ["layers.*", "layers.0.mlp"]},
     "kept gathered": {"tiles": TILES, "units": "layers.*", "reshard_after_forward": False},
 }
@@ -110,21 +111,84 @@ def test_gradients_and_collectives_are_those_of_the_whole() -> None:
         assert counts == plan.collectives()
 
 
-def test_what_mixes_tokens_is_refused() -> None:
-    for module in (nn.TransformerEncoderLayer(8, 2, 16), nn.Conv1d(4, 4, 3), nn.Sequential(nn.LSTM(4, 4))):
-        with pytest.raises(ShardkitError, match=r"^its holds a .*, which combines tokens"):
-            tiled(module, "its", 3)
+class Mixing(nn.Module):
+    """A module that does not work on each token alone, in one of many ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        y: Tensor = self.linear(x)
+        if self.how == "the last token":
+            return y + 0.01 * F.pad(x, (0, 0, 1, -1))
+        if self.how == "its place":
+            return y + torch.arange(x.shape[-2])[:, None]
+        if self.how == "few at most":
+            return torch.cat([y[:, :3], x[:, 3:]], 1)
+        if self.how == "noise":
+            return y + torch.randn_like(y)
+        if self.how == "two outputs":
+            return y, y.mean()
+        if self.how == "other rows":
+            return y[:, ::2]
+        return y
+
+
+DIFFERS = "its computes a token differently, by .*, when other tokens are left out"
+MIXING = {
+    **dict.fromkeys(["the last token", "its place", "few at most", "noise"], DIFFERS),
+    "two outputs": "its returns tuple for",
+    "other rows": re.escape("its returns (2, 3, 6) for (2, 6) tokens"),
+}
+
+
+@pytest.mark.parametrize("how", MIXING)
+def test_what_mixes_tokens_is_refused(how: str) -> None:
+    torch.manual_seed(0)
+    module = Mixing(how)
+    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    with pytest.raises(ShardkitError, match=MIXING[how]):
+        module(torch.randn(2, 20, 6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_works_on_each_token_is_not_refused(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for module in (Mlp(dropout=0.5), MoE(layers=1, dim=6, experts=4).layers[0]):
+    for module in (Mlp(dropout=0.5), MoE(layers=1, dim=6, experts=4).layers[0], Mixing("")):
         module.to(dtype).forward = tiled(module, "its", 3)
         for shape in ((2, 50, 6), (1, 2, 6), (0, 5, 6), (4, 0, 6)):
             for training in (True, False):
                 module.train(training)
                 assert module(torch.randn(shape, dtype=dtype)).shape == shape
+
+
+class Crossing(nn.Module):
+    """Cross-attention of each token alone, to a context that all of them get."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return x if context is None else x + F.scaled_dot_product_attention(x, context, context)
+
+
+def test_a_context_is_never_cut_however_long_it_is() -> None:
+    torch.manual_seed(0)
+    module, x = Crossing(), torch.randn(2, 12, 6)
+    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    for length in (7, 12):
+        context = torch.randn(2, length, 6)
+        for result in (module(x, context), module(x, context=context)):
+            torch.testing.assert_close(result, x + F.scaled_dot_product_attention(x, context, context))
+
+
+@pytest.mark.parametrize("length", [2, 3, 12])
+def test_a_first_context_with_as_many_positions_as_there_are_tokens_is_refused(length: int) -> None:
+    torch.manual_seed(0)
+    module, x = Crossing(), torch.randn(2, length, 6)
+    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    module(x)
+    for _ in range(2):
+        with pytest.raises(ShardkitError, match=DIFFERS):
+            module(x, torch.randn(2, length, 6))
 
 
 def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
