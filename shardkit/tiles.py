@@ -46,12 +46,12 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
     tokens.
     """
     forward: Callable[..., Tensor] = module.forward
-    is_cut: dict[int | str, bool] = {}  # by argument
+    is_cut: dict[Any, bool] = {}  # by argument
     checked: set[tuple[Any, ...]] = set()
 
     @functools.wraps(forward)
     def in_tiles(*args: Any, **kwargs: Any) -> Tensor:
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         tensors = {key: each for key, each in given.items() if isinstance(each, Tensor)}
         first = next(iter(tensors.values()), None)
         if first is None or first.ndim < 2:

@@ -36,11 +36,15 @@ _OWN_LOSS = 'Compute it from the logits and labels = part.pop("labels")'
 
 def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Callable[[], None]:
     """Split ``inner`` in place; return what undoes all of it."""
+    # A vision-language model's text model, or the model.
+    decoder: nn.Module = inner
+    if not attention.cuts_inputs:
+        decoder = inner.get_decoder()  # type: ignore[no-untyped-call]
     with ExitStack() as undo:
         for module in model.modules():
             vars(module)["split_attention"] = attention
             undo.callback(vars(module).pop, "split_attention")
-        found: list[Any] = [getattr(module, "config", None) for module in inner.modules()]
+        found: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
         for config in {
             id(each): each for each in found if hasattr(each, "_attn_implementation")
         }.values():
@@ -56,7 +60,10 @@ def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Ca
             ),
             model.register_forward_hook(_leave, with_kwargs=True, always_call=True),
         ]
-        for module in inner.modules():
+        if not attention.cuts_inputs:
+            cut = functools.partial(_cut, attention)
+            handles.append(decoder.register_forward_pre_hook(cut, with_kwargs=True))
+        for module in decoder.modules():
             if re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))):
                 handles.append(module.register_forward_pre_hook(_add_highest, with_kwargs=True))
                 handles.append(module.register_forward_hook(_drop_highest))
@@ -176,18 +183,20 @@ def _mask_of_whole(
 ) -> Any:
     """Return the mask of all tokens where transformers asks ``make`` for that of a part."""
     whole = running()
-    device, rows, mask = kwargs["device"], kwargs["batch_size"], whole.mask
-    if mask is None and "allow_is_bidirectional_skip" in kwargs and whole.padded > whole.length:
-        mask = torch.arange(whole.padded).expand(rows, -1) < whole.length
-    kwargs["attention_mask"] = mask = None if mask is None else mask.to(device, torch.bool)
-    mask_function = _of_whole(mask_function, mask)
-    if whole.packs and mask is None:  # as transformers, which ignores one of both
-        positions = whole.positions.to(device).expand(rows, -1)
-        # Causal attention never sees the padding behind a row, so a row of one document needs no
-        # mask.
-        if masking_utils.find_packed_sequence_indices(positions[:, : whole.length]) is not None:
-            mask_function = _apart(mask_function, positions)
-            kwargs["allow_is_causal_skip"] = False
+    if q_length != whole.padded:  # else the model saw all tokens when it made the mask
+        device, rows, mask = kwargs["device"], kwargs["batch_size"], whole.mask
+        if mask is None and "allow_is_bidirectional_skip" in kwargs and whole.padded > whole.length:
+            mask = torch.arange(whole.padded).expand(rows, -1) < whole.length
+        kwargs["attention_mask"] = mask = None if mask is None else mask.to(device, torch.bool)
+        mask_function = _of_whole(mask_function, mask)
+        # As transformers, which ignores positions where there is a mask.
+        if whole.packs and whole.positions is not None and mask is None:
+            positions = whole.positions.to(device).expand(rows, -1)
+            # Causal attention never sees the padding behind a row, so a row of one document needs
+            # no mask.
+            if masking_utils.find_packed_sequence_indices(positions[:, : whole.length]) is not None:
+                mask_function = _apart(mask_function, positions)
+                kwargs["allow_is_causal_skip"] = False
     # A mask function takes the whole for these lengths; there is no cache, so no offset.
     kwargs |= {"q_length": whole.padded, "kv_length": whole.padded, "q_offset": 0, "kv_offset": 0}
     made = make(mask_function=mask_function, **kwargs)
@@ -294,7 +303,7 @@ def _add_highest(
     highest = running().highest
 
     def more(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.is_floating_point():
+        if highest is None or not isinstance(x, Tensor) or x.is_floating_point():
             return x
         return torch.cat([x, highest.to(x).expand(*x.shape[:-1], 1)], -1)
 
@@ -302,7 +311,35 @@ def _add_highest(
 
 
 def _drop_highest(rotary: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map(lambda x: x[..., :-1, :], output)
+    return output if running().highest is None else tree_map(lambda x: x[..., :-1, :], output)
+
+
+def _cut(
+    attention: Attention, decoder: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Cut what the text model of a vision-language model gets, when images are in their places."""
+    whole, ranks, rank = running(), attention.group.size(), dist.get_rank(attention.group)
+    kwargs = dict(kwargs)
+    if kwargs.get("position_ids") is None:
+        embeds = kwargs["inputs_embeds"]
+        positions = torch.arange(whole.padded, device=embeds.device)
+        kwargs["position_ids"] = positions.expand(len(embeds), -1)
+    whole.highest = kwargs["position_ids"][..., : whole.length].max()
+
+    visual = kwargs.get("visual_pos_masks")
+    features = kwargs.get("deepstack_visual_embeds")
+    if visual is not None and features is not None:  # one row for each visual token
+        here = torch.zeros_like(visual)
+        here.chunk(ranks, 1)[rank].fill_(True)
+        kwargs["deepstack_visual_embeds"] = [rows[here[visual]] for rows in features]
+
+    for name, given in kwargs.items():
+        dims = {"position_ids": (-1,), "inputs_embeds": (1,)}.get(name, (1, 0))
+        for dim in dims if isinstance(given, Tensor) else ():
+            if -given.ndim <= dim < given.ndim and given.shape[dim] == whole.padded:
+                kwargs[name] = given.chunk(ranks, dim)[rank]
+                break
+    return args, kwargs
 
 
 def _loss(loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -21,7 +21,8 @@ ADVICE = "Do not split this model's sequences; shorten them, or checkpoint its b
 # The tensors of a batch with a value for each token, and what padding gets; padded position ids
 # count from 0.
 PADDING = {
-    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "token_type_ids"), 0),
+    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask"), 0),
+    **dict.fromkeys(("token_type_ids", "mm_token_type_ids"), 0),
     **dict.fromkeys(("labels", "shift_labels"), -100),
     "position_ids": 0,
 }
@@ -32,9 +33,10 @@ class Attention:
     """What the modules of a split model share."""
 
     group: dist.ProcessGroup  # the ranks that share a sequence
-    packs: bool = (
-        True  # whether masks keep documents apart where position ids begin anew; gpt-oss's do not
-    )
+    # Whether batches are cut, or by the model's text part, when images are in their places.
+    cuts_inputs: bool
+    # Whether masks keep documents apart where position ids begin anew; gpt-oss's do not.
+    packs: bool = True
     dtypes: set[torch.dtype] = field(default_factory=set)  # of attention in the last forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
@@ -47,11 +49,12 @@ class Whole:
 
     length: int  # tokens of each sequence, without the padding that makes the parts equal
     padded: int  # with it; a multiple of the ranks
-    positions: Tensor  # position ids of all tokens, (batch, padded)
+    # position ids of all tokens, (batch, padded); None if the text model makes them
+    positions: Tensor | None
     mask: Tensor | None  # the attention mask of all tokens, (batch, padded); None if there was none
     # labels of all ranks that count in the loss, divided by the number of ranks
     targets: Tensor | None
-    highest: Tensor  # the highest position id of all tokens
+    highest: Tensor | None  # the highest position id of all tokens
     packs: bool  # as of ``Attention``
     loss_called: bool = False  # whether the model's own loss went through ``loss_function``
 
@@ -96,7 +99,9 @@ class SplitSequence:
         """Return this rank's part of ``batch``, for ``model(**part)``; pure.
 
         Sequences are padded at the end to a multiple of the ranks, labels are shifted by one, so
-        that those of a part are of the same tokens as its logits, and both are cut.
+        that those of a part are of the same tokens as its logits, and both are cut. The part of a
+        vision-language model keeps whole inputs, which the model cuts when images are in their
+        places.
 
         **Collective** over the group: one all-reduce of 24 bytes, on the CPU if the group has a
         backend there, which compares the ranks' batches. Split before moving a batch to an
@@ -123,25 +128,32 @@ class SplitSequence:
         self._check(full, inputs.shape[:2])
         length = inputs.shape[1]
         by = -length % self._ranks
-        if "position_ids" not in full:
-            full["position_ids"] = torch.arange(length, device=inputs.device).expand(
-                len(inputs), -1
-            )
+        if self.attention.cuts_inputs and "position_ids" not in full:
+            positions = torch.arange(length, device=inputs.device)
+            full["position_ids"] = positions.expand(len(inputs), -1)
         if "labels" in full:
             full["labels"] = pad(full["labels"][:, 1:], 1, 1, PADDING["labels"])
         for name, value in PADDING.items():
             if name in full:
-                full[name] = pad(full[name], by, 1, value)
-        if by:
-            # a document of its own
-            full["position_ids"][:, length:] = torch.arange(by, device=inputs.device)
-        targets = None
+                full[name] = pad(full[name], by, _dim(name), value)
+        ids: Tensor | None = full.get("position_ids")
+        if by and ids is not None:
+            ids[..., length:] = torch.arange(by, device=ids.device)  # a document of its own
+        whole = Whole(
+            length,
+            length + by,
+            _of_text(ids),
+            full.get("attention_mask"),
+            targets=None,
+            highest=None if ids is None else ids.max(),
+            packs=self.attention.packs,
+        )
         if "labels" in full:
-            targets = (full["labels"] != PADDING["labels"]).sum() / self._ranks
-        ids, mask = full["position_ids"], full.get("attention_mask")
-        whole = Whole(length, length + by, ids, mask, targets, ids.max(), self.attention.packs)
-        part = {name: self._part(x, 1) if name in PADDING else x for name, x in full.items()}
-        return part | {"sequence": whole}
+            whole.targets = (full["labels"] != PADDING["labels"]).sum() / self._ranks
+        cut = set(PADDING) if self.attention.cuts_inputs else {"labels", "shift_labels"}
+        for name in cut & set(full):
+            full[name] = self._part(full[name], _dim(name))
+        return full | {"sequence": whole}
 
     def cut(self, x: Tensor, dim: int = 1, value: float = 0) -> Tensor:
         """Return this rank's part of any tensor with a value for each token, such as weights of the
@@ -208,6 +220,17 @@ def _digest(x: Tensor) -> str:
         else None
     )
     return f"{x.dtype} {tuple(x.shape)} {content.hexdigest()[:16] if content else ''}"
+
+
+def _dim(name: str) -> int:
+    return -1 if name == "position_ids" else 1
+
+
+def _of_text(ids: Tensor | None) -> Tensor | None:
+    """Return position ids of (batch, tokens); None if they are only of time, height and width."""
+    if ids is None or ids.ndim == 2:
+        return ids
+    return ids[0] if len(ids) == 4 else None
 
 
 def pad(x: Tensor, by: int, dim: int, value: float) -> Tensor:

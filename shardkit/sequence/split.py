@@ -34,8 +34,9 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh) -> SplitSequence:
 
     For models of transformers that take ``position_ids``, counted from 0, and whose attention goes
     through its registry, alone or inside of another module (PEFT), with sdpa or eager attention;
-    flash and flex attention take the same path, and are untested. The model must be sharded over
-    these ranks too, since gradients are summed by FSDP's reduction.
+    flash and flex attention take the same path, and are untested. Vision-language models split the
+    text; each rank encodes all images. The model must be sharded over these ranks too, since
+    gradients are summed by FSDP's reduction.
 
     **Collective** over all ranks of the model. Two short forwards without gradients, one whole and
     one split, compare logits, so a model that mixes tokens elsewhere than in attention is refused.
@@ -77,11 +78,12 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh) -> SplitSequence:
         )
         problem = f"must be or contain a model of transformers, got a {type(model).__name__}"
         raise PlanError(message("model", problem, "", fix))
-    group = mesh.get_group()
+    group, own_text = mesh.get_group(), inner.config.get_text_config() is inner.config
     models = [each for each in inner.modules() if isinstance(each, PreTrainedModel)]
     takes = any("position_ids" in inspect.signature(each.forward).parameters for each in models)
-    refuse([*_of_sharding(model, group), *_of_kind(inner, takes)])
-    sequence = SplitSequence(Attention(group))
+    decoder = inner if own_text else inner.get_decoder()  # type: ignore[no-untyped-call]
+    refuse([*_of_sharding(model, group), *_of_kind(inner, takes, decoder)])
+    sequence = SplitSequence(Attention(group, own_text))
     _check(model, inner.config, sequence, lambda: attach(model, inner, sequence.attention))
     return sequence
 
@@ -106,21 +108,17 @@ def _of_sharding(model: nn.Module, group: dist.ProcessGroup) -> Iterator[str]:
         yield message("model", "is on the meta device", "Splitting runs the model", fix)
 
 
-def _of_kind(inner: Any, takes_positions: bool) -> Iterator[str]:
+def _of_kind(inner: Any, takes_positions: bool, decoder: nn.Module) -> Iterator[str]:
     name = type(inner).__name__
     if "split_attention" in vars(inner):
         yield message(name, "is split already", "", "Use what the first call returned")
-    if (
-        getattr(inner.config, "is_encoder_decoder", False)
-        or inner.config.get_text_config() is not inner.config
-    ):
-        yield message(
-            name, "has an encoder beside its text model", "Only text models can be split", ADVICE
-        )
+    if getattr(inner.config, "is_encoder_decoder", False):
+        rule = "Only models with one of the two can be split"
+        yield message(name, "has an encoder and a decoder", rule, ADVICE)
     if not takes_positions:
         rule = "Each rank must tell the model the positions of its tokens"
         yield message(name, "takes no position_ids", rule, ADVICE)
-    for fqn, kind in ((fqn, type(module).__name__) for fqn, module in inner.named_modules()):
+    for fqn, kind in ((fqn, type(module).__name__) for fqn, module in decoder.named_modules()):
         if _MIXES.search(kind):
             rule = "Only attention may combine tokens; state and convolutions cross parts"
             yield message(fqn, f"is a {kind}", rule, ADVICE)

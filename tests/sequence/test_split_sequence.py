@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import transformers as tf
 from memory_count import counted_peak
 from meshes import mesh_of
-from sequence_parity import difference, kinds, loss_of, parity, split, vision_language
+from sequence_parity import difference, kinds, loss_of, parity, pictures, split, vision_language
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 from zoo_transformers import SIZES
@@ -78,6 +78,13 @@ def test_eager_attention_of_rows_that_are_padded_on_the_left():
 def test_adapters_checkpointed_blocks_and_four_ranks():
     apart = parity(adapted(build("Qwen3")), [kinds(0)], sp=4, checkpoint_activations=True)
     assert max(apart) < 1e-14
+
+
+@distributed(world_size=4, backend="gloo")
+def test_a_vision_language_model_splits_its_text():
+    loss, grads = parity(vision_language(), [[pictures(0), pictures(2, 18)], [pictures(1), pictures(3)]], sp=2)
+    assert loss < 1e-14
+    assert grads < 1e-8  # the encoder's positions are float32, and its gradient is the sum of two parts
 
 
 @distributed(world_size=2, backend="gloo")
@@ -194,7 +201,6 @@ REFUSED = {
     "own attention": (lambda: build("GPTNeo"), "does not run on"),
     "own positions": (lambda: build("OPT"), "has other logits"),
     "mask": (lambda: Marked(build("Llama").config).double(), "seen masks attention by what a rank knows"),
-    "images": (vision_language, "has an encoder beside its text model"),
     "plain": (lambda: torch.nn.Linear(4, 4), "contain a model of transformers"),
 }
 
