@@ -1,4 +1,4 @@
-"""What accumulation and a reduce precision save on the wire: a step of 4 micro-batches, on 4 gloo ranks.
+"""What accumulation and a reduce dtype save on the wire: a step of 4 micro-batches, on 4 gloo ranks.
 
 Run: ``python -m benchmarks.accumulate``. A row is a schedule of ``shardkit.accumulate``; the first is torch's own,
 which reduces every micro-batch. Counted on each rank: all-gathers, reduce-scatters, and the megabytes it sends, as the
@@ -6,8 +6,8 @@ payload of the collectives by the least that any algorithm sends, (N - 1) / N of
 are wall-clock, all schedules in turn in the same processes; medians with the smallest and largest. On the memory bus
 of one machine they say little of a network, where bytes count.
 
-The second table reduces the gradients of one backward in bf16: by torch's float32 reduce-scatter, by its bf16 one, and
-by ``set_reduce_precision``. The difference is that of all gradients as one vector, relative to the first.
+The second table reduces the gradients of one backward in bf16: by torch's float32 reduce-scatter, and by its bf16 one.
+The difference is that of all gradients as one vector, relative to the first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import shard_model
-from shardkit.grads import accumulate, set_reduce_precision
+from shardkit.grads import accumulate
 from shardkit.testing import RankPool, comm_counts
 
 RANKS = 4
@@ -39,9 +39,8 @@ SCHEDULES: dict[str, dict[str, Any] | None] = {
 }
 FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 REDUCTIONS = {
-    "float32 reduce-scatter": (FLOAT32, False),
-    "bf16 reduce-scatter": (MixedPrecisionPolicy(param_dtype=torch.bfloat16), False),
-    "set_reduce_precision": (FLOAT32, True),
+    "float32 reduce-scatter": FLOAT32,
+    "bf16 reduce-scatter": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
 }
 
 
@@ -58,7 +57,7 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator = func.name().removeprefix("c10d::")
         if operator == "_allgather_base_":
             self.gathers += args[0].nbytes * (RANKS - 1) / RANKS
-        elif operator in ("_reduce_scatter_base_", "alltoall_base_"):
+        elif operator == "_reduce_scatter_base_":
             self.reductions += args[1].nbytes * (RANKS - 1) / RANKS
         return func(*args, **(kwargs or {}))
 
@@ -108,10 +107,7 @@ def schedules(width: int, repeats: int) -> list[str]:
 
 def reductions(width: int, repeats: int) -> list[str]:
     """The rows of the second table."""
-    models = {name: build(width, policy) for name, (policy, _) in REDUCTIONS.items()}
-    for name, (_, narrow) in REDUCTIONS.items():
-        if narrow:
-            set_reduce_precision(models[name])
+    models = {name: build(width, policy) for name, policy in REDUCTIONS.items()}
     sent_by, grads_of = {}, {}
     times: dict[str, list[float]] = {name: [] for name in REDUCTIONS}
     inputs = torch.randn(8, width, generator=torch.Generator().manual_seed(dist.get_rank()))

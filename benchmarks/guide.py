@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -18,9 +19,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import SHAPES, Llama, Shape, tokens
-from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
-from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import Step, base_plan, estimates, with_checkpoints
+from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
+from shardkit.memory.budget import Search, limit_of
+from shardkit.memory.estimate import Step, estimates, with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes
 from shardkit.memory.trace import AFTER_FORWARD, FORWARD, START, Trace, trace
 from shardkit.plan.types import nbytes
@@ -72,7 +73,7 @@ def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
     """The model on the meta device, and its plan on one node."""
     with torch.device("meta"):
         model = Llama(shape)
-    return model, base_plan(model, None, NODE, None, POLICY)
+    return model, plan_model(model, mesh=MeshSpec.sharded(NODE), mp_policy=POLICY)
 
 
 def stretched(shape: Shape, policies: Mapping[str, bool | str]) -> Trace:
@@ -97,25 +98,33 @@ def stretched(shape: Shape, policies: Mapping[str, bool | str]) -> Trace:
     return replace(short, intervals=tuple(intervals), grad_bytes=grads)
 
 
+def on_ranks(measured: Step, ranks: int) -> Step:
+    """The same step on that many ranks, with the same traces."""
+    step = copy(measured)
+    step.plan = replace(measured.plan, mesh=MeshSpec.sharded(ranks))
+    return step
+
+
 def answers(size: str, measured: Step) -> Iterator[list[str]]:
     """What to use on each number of ranks."""
     for ranks in RANKS:
-        search = Search(measured, ADAMW, parse_bytes(BUDGET), ranks_per_node=NODE)
-        best = search.weighed(replace(measured.plan, mesh=MeshSpec.sharded(ranks)))[-1]
+        search = Search(on_ranks(measured, ranks), ADAMW, limit_of(BUDGET, reserve=0))
+        search.run()
+        best = search.weighed[-1]
         yield [size, str(ranks), strategy(best.plan), best.name, nbytes(best.peak.total), nbytes(best.host)]
 
 
 def peaks(size: str, measured: Step) -> Iterator[list[str]]:
     """The peak of each strategy on each number of ranks, in bold where it fits."""
     for ranks in RANKS:
-        plan = replace(measured.plan, mesh=MeshSpec.sharded(ranks))
-        found = {row.name: row.peak.total for row in estimates(measured, plan, ADAMW, NODE)}
+        rows = estimates(on_ranks(measured, ranks), ADAMW, NODE)
+        found = {row.name: row.peak.total for row in rows}
         cells = [_peak(found[name]) if name in found else "-" for name in STRATEGIES]
         yield [size, str(ranks), *cells]
 
 
 def _peak(peak: int) -> str:
-    return f"**{nbytes(peak)}**" if peak <= parse_bytes(BUDGET) else nbytes(peak)
+    return f"**{nbytes(peak)}**" if peak <= limit_of(BUDGET, reserve=0) else nbytes(peak)
 
 
 def guide() -> str:

@@ -41,7 +41,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ZeRO-3, float32": {"mp_policy": MixedPrecisionPolicy()},
 }
 SHAPE_OF_BATCH = {"1B": (1, 4096), "8B": (1, 4096), "tiny": (2, 64)}
-TESTS = Path(__file__).parent.parent / "tests"
+HELPERS = Path(__file__).parent.parent / "tests" / "helpers"
 
 
 def plans(model: Llama) -> dict[str, ShardingPlan]:
@@ -58,7 +58,7 @@ def predicted(model: Llama, plan: ShardingPlan, batch: torch.Tensor, optimizer: 
 
 def counted(size: str, plan: ShardingPlan) -> dict[str, int]:
     """What is alive at the peak on the CPU, storage by storage, the batch among it."""
-    sys.path.append(str(TESTS))
+    sys.path.append(str(HELPERS))
     from memory_count import counted_peak
 
     ids = torch.zeros(SHAPE_OF_BATCH[size], dtype=torch.long)
@@ -98,7 +98,9 @@ def measure(size: str) -> list[dict[str, Any]]:
 def seconds_for_70b() -> float:
     """CPU seconds of a plan for a budget."""
     start = time.process_time()
-    plan_for_budget(llama("70B"), "80GiB", world_size=64, batch=tokens(1, 4096), mp_policy=HALF)
+    model = llama("70B")
+    plan = plan_model(model, mesh=MeshSpec.sharded(64), mp_policy=HALF)
+    plan_for_budget(model, "80GiB", plan, batch=tokens(1, 4096))
     return time.process_time() - start
 
 

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.models import llama, tokens
-from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
+from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
 from shardkit.memory import Prediction, estimate
 from shardkit.memory.timeline import CATEGORIES, STEP
 from shardkit.memory.trace import BACKWARD
@@ -76,7 +76,9 @@ def draw_step(predicted: Prediction, path: Path) -> None:
 def main() -> None:
     """Write both pictures; the same bytes every time."""
     FOLDER.mkdir(exist_ok=True)
-    estimated = estimate(llama("8B"), mesh=MESH, mp_policy=HALF, batch=tokens(1, 4096))
+    model = llama("8B")
+    plan = plan_model(model, mesh=MESH, mp_policy=HALF)
+    estimated = estimate(model, plan, batch=tokens(1, 4096))
     draw_plan(estimated.plan, FOLDER / "plan.png")
     draw_step(estimated["ZeRO-3"], FOLDER / "step.png")
 

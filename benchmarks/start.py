@@ -104,13 +104,6 @@ def shardkit_init(model: str, folder: Path, clock: Clock) -> nn.Module:
         return materialize(module)
 
 
-def shardkit_share(model: str, folder: Path, clock: Clock) -> nn.Module:
-    """Other values of the same distributions: each rank computes its share."""
-    module = _shardkit(model, clock)
-    with clock("values"):
-        return materialize(module, exact=False)
-
-
 def shardkit_load(model: str, folder: Path, clock: Clock) -> nn.Module:
     """The same files."""
     module = _shardkit(model, clock)
@@ -210,7 +203,6 @@ Side = Callable[[str, Path, Clock], nn.Module]
 INITIALIZE: dict[str, Side] = {
     "shardkit: init_on_meta, materialize": shardkit_init,
     "torch: build whole, fully_shard": torch_plain_init,
-    "shardkit: init_on_meta, materialize(exact=False)": shardkit_share,
     "torch: meta, to_empty, initializers": torch_meta_init,
 }
 LOAD: dict[str, Side] = {

@@ -65,9 +65,8 @@ def on_rank(mebibytes: int, folder: Path) -> dict[str, float]:
     del model
     model = built(mebibytes, meta=True)
     note("`load_pretrained` of a model on meta", lambda: load_pretrained(model, path / "model.safetensors"), shards)
-    for text, exact in (("`materialize`", True), ("`materialize(exact=False)`", False)):
-        model = recorded(mebibytes)
-        note(text, partial(materialize, model, exact=exact), shards)
+    model = recorded(mebibytes)
+    note("`materialize`", partial(materialize, model), shards)
     return found
 
 
