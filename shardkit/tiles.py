@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit._fsdp import not_compiled
 from shardkit._torch import FakeTensor
-from shardkit._torch.dispatch import no_dispatch_modes
+from shardkit._torch.dispatch import no_dispatch_modes, version_of
 from shardkit.errors import ShardkitError
 
 _DROPOUT = (
@@ -42,8 +42,8 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
 
     The first call, in each mode of training and with each set of tensors, computes half of the
     first tile alone too, and raises if that differs: a module that mixes tokens, as attention does,
-    would be silently wrong. So does each call with fewer tokens than two a tile until then, on two
-    tokens.
+    would be silently wrong, as would one that changes its buffers. So does each call with fewer
+    tokens than two a tile until then, on two tokens.
     """
     forward: Callable[..., Tensor] = module.forward
     is_cut: dict[Any, bool] = {}  # by argument
@@ -115,6 +115,7 @@ def _is_right(
     """
     if isinstance(tokens, FakeTensor) or tokens.is_meta or not tokens.numel():
         return False
+    buffers = {buffer: version_of(buffer) for buffer in module.buffers()}
     dropouts = [each for each in module.modules() if isinstance(each, _DROPOUT) and each.training]
     for each in dropouts:  # they work on each token alone, and random numbers cannot be compared
         each.training = False
@@ -134,6 +135,9 @@ def _is_right(
         returned = tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
         raise ShardkitError(f"{fqn} returns {returned} for {tuple(shape)} tokens. {rule}")
 
+    if {buffer: version_of(buffer) for buffer in module.buffers()} != buffers:
+        raise ShardkitError(f"{fqn} changes its buffers, which would follow the tiles. {rule}")
+
     # Kernels round differently for another number of tokens.
     dtypes = [whole.dtype]
     dtypes += [param.dtype for param in module.parameters() if param.is_floating_point()]
@@ -145,7 +149,6 @@ def _is_right(
     difference = float((expected - alone).abs().max())
     if difference > eps**0.5 * largest:
         raise ShardkitError(
-            f"{fqn} computes a token differently, by {difference / largest:.1e}, when other tokens "
-            f"are left out. {rule}"
+            f"{fqn} computes a token differently, by {difference / largest:.1e}, when other tokens are left out. {rule}"
         )
     return 0 < largest < float("inf")

@@ -55,13 +55,9 @@ class Trace:
     """What the model itself allocates in one forward and backward, for one rank's batch."""
 
     intervals: tuple[Interval, ...]  # in order
-    grad_bytes: Mapping[
-        str, int
-    ]  # of each unit's unsharded gradients, in its compute dtype, by the unit's name
+    grad_bytes: Mapping[str, int]  # of each unit's unsharded gradients, in its compute dtype, by the unit's name
     batch_bytes: int  # of the batch's tensors
-    other_grad_bytes: int = (
-        0  # of gradients of parameters without a unit, which are not reduced into shards
-    )
+    other_grad_bytes: int = 0  # of gradients of parameters without a unit, which are not reduced into shards
 
 
 def trace(
@@ -81,16 +77,11 @@ def trace(
     Raises:
         PlanError: the model is sharded already, or does not run on fake tensors.
     """
-    if any(
-        isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())
-    ):
+    if any(isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())):
         rule = "Activations are measured on the plain model, without FSDP2's hooks and shards"
         fix = "Build it again on the meta device: init_on_meta()"
         raise PlanError(message("model", "is sharded already", rule, fix))
-    fix = (
-        "Pass a batch that the model accepts, loss=... for what forward returns, or leave out "
-        "the batch to count "
-    )
+    fix = "Pass a batch that the model accepts, loss=... for what forward returns, or leave out the batch to count "
     fix += "model states only"
     meter = meter or IntervalMeter()
     with on_fake_tensors(model, plan, batch, "batch", fix) as (args, kwargs), meter:
@@ -271,9 +262,7 @@ class WatchedUnit:
         if not self._in_backward:
             return
         self._in_backward = False
-        self.grad_bytes += sum(
-            param.grad.nbytes for param in self._params if param.grad is not None
-        )
+        self.grad_bytes += sum(param.grad.nbytes for param in self._params if param.grad is not None)
         self._meter.close()
         for param in self._params:
             param.grad = None  # between two intervals, as FSDP2 reduces and frees them

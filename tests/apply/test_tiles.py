@@ -117,6 +117,7 @@ class Mixing(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.linear = how, nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Any:
         y: Tensor = self.linear(x)
@@ -128,6 +129,10 @@ class Mixing(nn.Module):
             return torch.cat([y[:, :3], x[:, 3:]], 1)
         if self.how == "noise":
             return y + torch.randn_like(y)
+        if self.how == "a buffer in place":
+            self.calls += 1
+        if self.how == "a new buffer":
+            self.calls = self.calls + 1
         if self.how == "two outputs":
             return y, y.mean()
         if self.how == "other rows":
@@ -138,6 +143,7 @@ class Mixing(nn.Module):
 DIFFERS = "its computes a token differently, by .*, when other tokens are left out"
 MIXING = {
     **dict.fromkeys(["the last token", "its place", "few at most", "noise"], DIFFERS),
+    **dict.fromkeys(["a buffer in place", "a new buffer"], "its changes its buffers"),
     "two outputs": "its returns tuple for",
     "other rows": re.escape("its returns (2, 3, 6) for (2, 6) tokens"),
 }

@@ -210,9 +210,7 @@ def test_zeros_of_other_signs_dtypes_and_shapes_differ():
     rank = dist.get_rank()
     with pytest.raises(AssertionError, match="rank 1 has 1 other bytes"):
         assert_same_on_all_ranks(torch.tensor(-0.0 if rank else 0.0))
-    with pytest.raises(
-        AssertionError, match=r"rank 1 has a Tensor of torch.float64 and shape \(2,\)\. .*float32"
-    ):
+    with pytest.raises(AssertionError, match=r"rank 1 has a Tensor of torch.float64 and shape \(2,\)\. .*float32"):
         assert_same_on_all_ranks(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
     with pytest.raises(AssertionError, match=r"rank 1 has a bytes of torch.uint8 and shape \(2,\)"):
         assert_same_on_all_ranks(b"ab" if rank else b"a")
