@@ -1,94 +1,175 @@
-"""The drop-in's constructor: translate the arguments, shard, and put wrappers where FSDP1 had them."""
+"""The constructor of the drop-in: translate the arguments, shard, and put wrappers where FSDP1 had them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecision
 
-from shardkit.apply.mesh import ensure_process_group
-from shardkit.fsdp1.dropin import optimizers
-from shardkit.fsdp1.dropin.record import Record, is_wrapper
-from shardkit.fsdp1.translate import translate
+from shardkit._fsdp.fsdp1 import full_precision_classes, set_cast_forward_inputs
+from shardkit._fsdp.plain import show_plain, to_plain
+from shardkit.apply.mesh import build_mesh, ensure_process_group
+from shardkit.fsdp1.dropin.record import Record, inner_of, is_wrapper, record_of
+from shardkit.fsdp1.translate import casts_inputs, translate
 from shardkit.fsdp1.translate.arguments import Arguments
-from shardkit.fsdp1.translate.shard import Translation, mesh_for, shard_translated
-from shardkit.fsdp1.translate.strategy import HYBRID, groups_to_agree, parse_strategy
+from shardkit.fsdp1.translate.shard import Translation, cast_buffers, mesh_for, shard_translated
+from shardkit.fsdp1.translate.strategy import (
+    HYBRID,
+    RESHARDING,
+    groups_to_agree,
+    parse_strategy,
+)
+from shardkit.plan import MeshSpec, ShardUnit
+from shardkit.ranks import warn_once
 from shardkit.runtime.hooks import install_hooks
 
-Wrap: TypeAlias = Callable[[nn.Module, Record], nn.Module]  # makes a wrapper around a module that is sharded
+QUIET = "SHARDKIT_FSDP1_QUIET"
 
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
-def construct(module: nn.Module, given: Arguments, wrap: Wrap) -> Record:
-    """Shard ``module`` in place, but for what is wrapped below it already, and wrap what a policy chooses. Collective.
+def construct(
+    module: nn.Module, given: Arguments, wrap: Callable[[nn.Module, Record], nn.Module]
+) -> Record:
+    """Shard ``module`` in place, but for what is wrapped below it, and wrap what a policy chooses. Collective.
+
+    Args:
+        wrap: makes a wrapper around a module that is sharded.
 
     Returns:
         The record for the wrapper of ``module`` itself.
     """
     ensure_process_group()
-    wrapped = [fqn for fqn, child in module.named_modules() if is_wrapper(child) and child is not module]
     given = _with_node(given)
-    if is_wrapper(module) or next(module.parameters(), None) is None:
-        return _without_parameters(given)
-    before = dict(module.named_parameters(remove_duplicate=False))
-    apart = [fqn for fqn in dict.fromkeys(wrapped) if not any(fqn.startswith(f"{outer}.") for outer in wrapped)]
-    groups = groups_to_agree(given.process_group, given.device_mesh)
+    inner = _roots_below(module)
+    if is_wrapper(module) or next(module.parameters(), None) is None:  # FSDP1 allows both
+        mesh = build_mesh(MeshSpec.sharded(dist.get_world_size()))
+        for wrapper in inner.values():
+            _no_longer_root(wrapper, casts=_precision(given).cast_root_forward_inputs)
+        return Record(given, mesh, is_root=True, precision=_precision(given))
+
+    def after(unit: ShardUnit, originals: dict[str, nn.Parameter]) -> None:
+        sharded: Any = module.get_submodule(unit.modules[0])
+        slots = {}
+        for fqn, original in originals.items():
+            owner, _, name = fqn.rpartition(".")
+            slots[id(module.get_submodule(owner)), name] = original
+        to_plain(sharded, slots)
+
     translation, mesh = shard_translated(
-        module, lambda: translate(module, given, apart), groups, _shared_mesh, any_start=True
+        module,
+        lambda: translate(module, given, list(inner)),
+        groups_to_agree(given.process_group, given.device_mesh),
+        _shared_mesh,
+        any_start=True,
+        after=after,
     )
-    optimizers.remember(before, module)
-    _put_in_place(module, given, translation, mesh, wrap)
+    show_plain(module)
+    for wrapper in inner.values():
+        _no_longer_root(wrapper)
+    record = Record(given, mesh, is_root=True, precision=_precision(given))
+    _cast_buffers(module, translation, record, list(inner))
+    _put_wrappers(module, given, translation, mesh, wrap)
     if isinstance(module, FSDPModule):
         install_hooks(module)
-    return Record(given, translation, mesh, top=True)
+    _say_what_differs(given, translation)
+    return record
 
 
-def _put_in_place(module: nn.Module, given: Arguments, translation: Translation, mesh: DeviceMesh, wrap: Wrap) -> None:
-    """Replace each module that the policy chose by its wrapper wherever it is registered; in place."""
+def _roots_below(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost wrappers at and below ``module``, which this call makes inner ones, by FQN."""
+    found: dict[str, nn.Module] = {}
+    for fqn, child in module.named_modules():
+        if is_wrapper(child) and record_of(child).is_root:
+            found[fqn] = child
+    return found
+
+
+def _no_longer_root(wrapper: nn.Module, casts: bool = False) -> None:
+    """FSDP1's root stays gathered after forward and has its own setting for casting inputs."""
+    record, sharded = record_of(wrapper), inner_of(wrapper)
+    record.is_root = False
+    if isinstance(sharded, FSDPModule):
+        reshards = parse_strategy(record.given.sharding_strategy).name in RESHARDING
+        sharded.set_reshard_after_forward(reshards, recurse=False)
+        set_cast_forward_inputs(sharded, casts or casts_inputs(record.precision, is_root=False))
+
+
+def _cast_buffers(
+    module: nn.Module, translation: Translation, record: Record, inner: list[str]
+) -> None:
+    """Cast the buffers that no inner call has cast, and remember their dtypes for state dicts."""
+    dtypes = {}
+    for name, dtype in translation.buffer_dtypes.items():
+        if not any(name.startswith(f"{fqn}.") for fqn in inner):
+            dtypes[name] = dtype
+            record.buffer_dtypes[name] = module.get_buffer(name).dtype
+    cast_buffers(module, replace(translation, buffer_dtypes=dtypes))
+
+
+def _put_wrappers(
+    module: nn.Module,
+    given: Arguments,
+    translation: Translation,
+    mesh: DeviceMesh,
+    wrap: Callable[[nn.Module, Record], nn.Module],
+) -> None:
+    """Replace each module that the policy chose by its wrapper, wherever it is registered; in place."""
     wrappers: dict[nn.Module, nn.Module] = {}
     for fqn, own in translation.wrapped.items():
-        inner = module.get_submodule(fqn)
+        inside = module.get_submodule(fqn)
         arguments = replace(given, auto_wrap_policy=None, **own)
-        wrappers[inner] = wrap(inner, Record(arguments, translation, mesh, top=False))
-    for parent in [each for each in module.modules() if not is_wrapper(each)]:
+        precision = _precision(arguments)
+        if given.mixed_precision and isinstance(inside, full_precision_classes(given.mixed_precision)):
+            precision = MixedPrecision()
+        wrappers[inside] = wrap(inside, Record(arguments, mesh, is_root=False, precision=precision))
+    for parent in list(module.modules()):
+        if is_wrapper(parent):
+            continue
         for name, child in parent._modules.items():
-            if child is not None and child in wrappers:
+            if child in wrappers:
                 parent._modules[name] = wrappers[child]
 
 
-def _without_parameters(given: Arguments) -> Record:
-    """Return the record of a wrapper that shards nothing, which FSDP1 allows; its mesh is that of any module."""
-    plain = replace(given, auto_wrap_policy=None, ignored_modules=None, ignored_states=None, param_init_fn=None)
-    translation = translate(nn.Linear(1, 1), replace(plain, sync_module_states=False))
-    translation = replace(translation, plan=replace(translation.plan, units=(), params=()))
-    return Record(given, translation, _shared_mesh(translation), top=True)
+def _precision(given: Arguments) -> MixedPrecision:
+    return given.mixed_precision or MixedPrecision()
+
+
+def _say_what_differs(given: Arguments, translation: Translation) -> None:
+    """Log each note on an argument that FSDP2 treats otherwise, once, on rank 0."""
+    if os.environ.get(QUIET, "0") not in ("", "0"):
+        return
+    for note in translation.notes:
+        if note.support == "noted" and note.argument.partition(".")[0] in given.changed():
+            warn_once(f"FullyShardedDataParallel runs on fully_shard. {note}")
 
 
 def _with_node(given: Arguments) -> Arguments:
-    """FSDP1 took a node to be the devices that a process sees; where torchrun counts ranks, that is the same."""
-    placed = given.process_group is not None or given.device_mesh is not None or "LOCAL_WORLD_SIZE" in os.environ
-    if placed or parse_strategy(given.sharding_strategy).name not in HYBRID:
+    """FSDP1 took a node to be the devices of a process; where torchrun counts ranks, the same."""
+    placed = given.process_group is not None or given.device_mesh is not None
+    if placed or "LOCAL_WORLD_SIZE" in os.environ:
+        return given
+    if parse_strategy(given.sharding_strategy).name not in HYBRID:
         return given
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
     return replace(given, ranks_per_node=devices)
 
 
 def _shared_mesh(translation: Translation) -> DeviceMesh:
-    """Return one mesh for all wrappers on the same ranks: each makes process groups, of which NCCL has about 100."""
+    """Return one mesh for all wrappers on the same ranks: NCCL has about 100 process groups."""
     if translation.device_mesh is not None:
         return mesh_for(translation)
     world = dist.group.WORLD
     key = (world, translation.plan.mesh, translation.process_groups, translation.device)
-    for stale in [each for each in _meshes if each[0] is not world]:
-        del _meshes[stale]
+    if _meshes and next(iter(_meshes))[0] is not world:
+        _meshes.clear()  # of a process group that was destroyed
     if key not in _meshes:
         _meshes[key] = mesh_for(translation)
     return _meshes[key]

@@ -19,11 +19,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-from shardkit._fsdp.fsdp1 import TOTAL_NORM
-from shardkit.errors import message
-from shardkit.fsdp1.dropin import optimizers, tensors
 from shardkit.fsdp1.dropin.record import Unavailable, wrappers_of
-from shardkit.replacements import private
 
 _STATICS = [name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"]
 GUARDED = (*_STATICS, "clip_grad_norm_", "no_sync")
@@ -55,10 +51,6 @@ def install(ours: type[nn.Module]) -> None:
         module = importlib.import_module(f"torch.distributed.fsdp.{where}")
         for name in names:
             _replace(module, name, _guard(getattr(module, name), functools.partial(_refuse, name)))
-    norm = tensors.whole_norms(nn.utils.get_total_norm)
-    _replace(nn.utils.clip_grad, TOTAL_NORM, norm)
-    _replace(nn.utils, "get_total_norm", norm)
-    _undo.callback(optimizers.install_step_hooks().close)
 
 
 def uninstall() -> None:
@@ -87,8 +79,10 @@ def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
-    rule = "It works on flat parameters and their handles, which FSDP2 does not have"
-    raise Unavailable(message(name, "is a private function of torch's FSDP1", rule, private(name).fix()))
+    raise Unavailable(
+        f"{name} is a private function of torch's FSDP1, for flat parameters and their handles, which "
+        "FSDP2 does not have. Use model.parameters(), or reshard() and unshard() of model.module."
+    )
 
 
 def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:

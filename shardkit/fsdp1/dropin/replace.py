@@ -14,14 +14,12 @@ from typing import Any
 from shardkit.errors import ShardkitError, message
 from shardkit.fsdp1.dropin import guards
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel
-from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 
 _prepared = multiprocessing.spawn.get_preparation_data
 # Which names of which modules of torch.distributed.fsdp.
 _CLASSES = {
     "": FullyShardedDataParallel,
     ".fully_sharded_data_parallel": FullyShardedDataParallel,
-    ".sharded_grad_scaler": ShardedGradScaler,
 }
 
 

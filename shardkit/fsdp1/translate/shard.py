@@ -95,6 +95,7 @@ def shard_translated(
     groups: Groups,
     mesh_of: Callable[[Translation], DeviceMesh] | None = None,
     any_start: bool = False,
+    after: Callable[[ShardUnit, dict[str, nn.Parameter]], object] | None = None,
 ) -> tuple[Translation, DeviceMesh]:
     """Shard ``model`` in place as ``decide`` says, without casting buffers, and return what was decided and the mesh.
 
@@ -119,7 +120,7 @@ def shard_translated(
         recorded, anywhere_on_meta = all(each[1] for each in answers), any(each[0] for each in answers)
         mesh = (mesh_of or mesh_for)(translation)
     needed = (sync or anywhere_on_meta) and not recorded
-    carry_out(model, plan, mesh, _UnitStates(model, translation, mesh) if needed else None)
+    carry_out(model, plan, mesh, _UnitStates(model, translation, mesh) if needed else None, after)
     if recorded:
         materialize(model)
     reduce_unused_beside_used(model)

@@ -1,0 +1,279 @@
+"""FSDP2's parameters, shown to a program as the plain tensors that FSDP1's were.
+
+While a parameter is sharded, FSDP2 registers a DTensor on its module. FSDP1 showed plain tensors, and
+its programs compute with them: norms by hand and an all-reduce, penalties, averages, ``p.data``. Here
+the module shows a plain ``nn.Parameter`` that shares storage with the DTensor's local tensor. FSDP2
+keeps working with its DTensor and never sees the plain one:
+
+- ``_setattr_on_modules`` registers the plain parameter in the place of the DTensor;
+- after a reduction, ``take_gradient`` moves the gradient from the DTensor to the plain parameter;
+- before a forward, ``follow`` gives the DTensor what the program did to the plain parameter.
+
+Where our own state functions or torch's need DTensors, ``as_dtensors`` registers them for a while.
+Private names of ``FSDPParam`` and ``FSDPParamGroup`` are those of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Placement
+
+from shardkit._fsdp import not_compiled, slot_of, states_of
+from shardkit._fsdp.fsdp1 import has_gradient
+from shardkit._fsdp.states import drop_unreduced_gradients
+from shardkit._torch import has_own_dispatch, units_of
+from shardkit.errors import TranslationError
+from shardkit.shards import as_sharded
+
+
+class PlainShard(FSDPParam):
+    """A parameter whose modules show a plain tensor while it is sharded."""
+
+    plain: nn.Parameter
+    is_shown: bool  # False: the modules have the DTensor, as fully_shard leaves them
+    has_changed: bool  # in dtype or requires_grad, which the unit has to know before a forward
+    # p.grad and its version at the end of a backward that left a gradient unreduced
+    waiting: tuple[Tensor, int] | None
+
+    def attach(self, original: nn.Parameter) -> None:
+        """Let the parameter that was sharded become the plain one, so that optimizers may hold it already."""
+        local = self.sharded_param._local_tensor
+        if original.is_meta or local.is_meta or has_own_dispatch(type(original)):
+            original = nn.Parameter(local, local.is_floating_point() and original.requires_grad)
+        original.data = local
+        original.grad = None
+        self.plain = original
+        self.is_shown = False  # until the whole model is sharded
+        self.has_changed = False
+        self.waiting = None
+        self.sharded_param._post_accumulate_grad_hooks = None  # the original has them
+        self.sharded_param.register_post_accumulate_grad_hook(self.take_gradient)
+
+    def show(self) -> None:
+        """Register the plain parameter, with what the DTensor has."""
+        sharded = self.sharded_param
+        if self.plain.is_meta and not sharded.is_meta:  # the model was materialized after sharding
+            self.plain = nn.Parameter(sharded._local_tensor, sharded.requires_grad)
+        self.plain.data = sharded._local_tensor
+        self.plain.grad = None if sharded.grad is None else sharded.grad._local_tensor
+        sharded.grad = None
+        self.is_shown = True
+        self._setattr_on_modules(sharded)
+
+    def hide(self) -> None:
+        """Register the DTensor, with what the plain parameter has."""
+        if self.plain.grad is not None:
+            self.sharded_param.grad = self.as_dtensor(self.plain.grad)
+        self.is_shown = False
+        self._setattr_on_modules(self.sharded_param)
+
+    def as_dtensor(self, local: Tensor) -> Tensor:
+        """Return a DTensor of a local tensor in the layout of the parameter, of any dtype and device."""
+        return as_sharded(local, self.sharded_param)
+
+    # ---- what FSDP2 calls
+
+    def _setattr_on_modules(self, param: nn.Parameter) -> None:
+        if param is self.sharded_param and self.is_shown:
+            param = self.plain
+        super()._setattr_on_modules(param)
+
+    def take_gradient(self, sharded: nn.Parameter) -> None:
+        """Called by FSDP2 with the DTensor when its gradient is reduced, in the stream of the reduction."""
+        if not self.is_shown:
+            return
+        grad = sharded.grad._local_tensor
+        sharded.grad = None
+        if self.plain.grad is None:
+            self.plain.grad = grad
+        else:
+            self.plain.grad += grad
+        for hook in (self.plain._post_accumulate_grad_hooks or {}).values():
+            hook(self.plain)
+
+    def reset_sharded_param(self) -> None:
+        """Called by FSDP2 after ``.to()``, after ``load_state_dict()`` and before the first forward."""
+        if not self.is_shown:
+            super().reset_sharded_param()
+            return
+        local = self.sharded_param._local_tensor
+        self.find_registered()
+        if (self.plain.dtype, self.plain.device) == (local.dtype, local.device):
+            self.follow()
+            return
+        if hasattr(self, "_unsharded_param"):
+            # What FSDP2 gathers into is made once, at the first forward.
+            if has_gradient(self):
+                raise TranslationError(f"{self._param_fqn} cannot be converted while its gradient waits.")
+            del self._unsharded_param
+            self.all_gather_outputs = []
+        hooks = self.sharded_param._post_accumulate_grad_hooks
+        attributes = vars(self.sharded_param)
+        self.sharded_param = nn.Parameter(self.as_dtensor(self.plain.detach()), self.plain.requires_grad)
+        self.sharded_param._post_accumulate_grad_hooks = hooks
+        vars(self.sharded_param).update(attributes)
+        self.is_shown = False
+        self._setattr_on_modules(self.sharded_param)
+        super().reset_sharded_param()  # pads it
+        self.has_changed = True
+        self.plain.data = self.sharded_param._local_tensor
+        self.is_shown = True
+        self._setattr_on_modules(self.sharded_param)
+
+    # ---- before a forward
+
+    def find_registered(self) -> None:
+        """Take up another parameter that the program has put in the place of the plain one."""
+        info = self._module_info
+        registered = info.module._parameters[info.param_name]
+        if registered is not self.plain and type(registered) is nn.Parameter:
+            self.plain = registered
+            self._setattr_on_modules(self.sharded_param)
+
+    def follow(self) -> None:
+        """Give the DTensor the values of another storage, and ``requires_grad``."""
+        self.find_registered()
+        plain, local = self.plain, self.sharded_param._local_tensor
+        if plain.data_ptr() != local.data_ptr() or plain.dtype != local.dtype:
+            if plain.shape != local.shape:
+                raise TranslationError(
+                    f"{self._param_fqn} has the shape {tuple(plain.shape)}, but this rank's shard has "
+                    f"{tuple(local.shape)}. Write full values in FSDP.summon_full_params(model)."
+                )
+            with torch.no_grad():
+                local.copy_(plain)
+            plain.data = local
+        if plain.requires_grad != self.sharded_param.requires_grad:
+            self.sharded_param.requires_grad_(plain.requires_grad)
+            self.has_changed = True
+
+
+class PlainUnit(FSDPParamGroup):
+    """A unit of plain parameters, in which a gradient that is not reduced yet can be cleared.
+
+    FSDP1 kept such a gradient in ``p.grad``, where ``optimizer.zero_grad()`` drops it. FSDP2 keeps it
+    aside. Here ``p.grad`` is zeros meanwhile, to which the reduced gradient will be added, and a
+    backward begins by dropping what waits for the parameters whose ``p.grad`` is gone or was zeroed.
+    The zeros are negative: scaling them (clipping, ``unscale_``) keeps the sign, ``zero_()`` does not.
+    """
+
+    fsdp_params: list[PlainShard]
+
+    @not_compiled
+    def pre_backward(self, *args: Any) -> None:
+        self.drop_cleared()
+        super().pre_backward(*args)
+
+    @not_compiled
+    def post_backward(self, *unused: Any) -> None:
+        self.drop_cleared()  # where this backward did not reach the unit
+        super().post_backward()
+
+    def finalize_backward(self) -> None:
+        super().finalize_backward()
+        for param in self.fsdp_params:
+            if has_gradient(param):
+                if param.plain.grad is None:
+                    param.plain.grad = torch.full_like(param.plain, -0.0, requires_grad=False)
+                param.waiting = param.plain.grad, param.plain.grad._version
+
+    def drop_cleared(self) -> None:
+        is_zeroed = False
+        empty = []
+        for param in self.fsdp_params:
+            if param.waiting is None:
+                continue
+            (grad, version), param.waiting = param.waiting, None
+            now = param.plain.grad
+            if now is not grad:
+                drop_unreduced_gradients(self, [param])
+            elif now._version != version and not now.numel():
+                empty.append(param)  # nothing to see: as the other parameters of the unit
+            elif now._version != version and not (now.any() or now.signbit().any()):
+                drop_unreduced_gradients(self, [param])
+                is_zeroed = True
+        if is_zeroed:
+            drop_unreduced_gradients(self, empty)
+
+
+# ---- for the drop-in
+
+
+def to_plain(module: FSDPModule, originals: Mapping[tuple[int, str], nn.Parameter]) -> None:
+    """Let the parameters of a module that was just sharded be plain; ``show_plain`` shows them. Local."""
+    for unit in units_of(module._get_fsdp_state()):
+        unit.__class__ = PlainUnit
+        for param in unit.fsdp_params:
+            param.__class__ = PlainShard
+            param.attach(originals[slot_of(param)])
+
+
+def show_plain(model: nn.Module) -> None:
+    """Show the plain parameters of a model that is sharded and initialized. Local."""
+    for unit in plain_units(model):
+        for param in unit.fsdp_params:
+            # The attributes of a parameter are those of its original, also in FSDP2's other forms of it.
+            vars(param.plain).update(vars(param.sharded_param))
+            param.sharded_param.__dict__ = param.plain.__dict__
+            param.show()
+
+
+def plain_units(model: nn.Module) -> list[PlainUnit]:
+    units = [unit for state in states_of(model.modules()) for unit in units_of(state)]
+    return [unit for unit in units if isinstance(unit, PlainUnit)]
+
+
+def layout_of(param: PlainShard) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return the mesh and the placements by which ranks have parts of a parameter."""
+    return param._sharding_spec.mesh, param._sharding_spec.placements
+
+
+def plain_of_unsharded(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Return the plain parameter for each unsharded one that modules register at present. Local."""
+    found = {}
+    for unit in plain_units(model):
+        if not unit.is_sharded:
+            for param in unit.fsdp_params:
+                found[param._unsharded_param] = param.plain
+    return found
+
+
+@not_compiled
+def follow(units: Iterable[PlainUnit]) -> None:
+    """Let FSDP2 use what the program did to the plain parameters since the last forward. Local."""
+    for unit in units:
+        has_changed = False
+        for param in unit.fsdp_params:
+            if param.is_shown:
+                param.follow()
+                has_changed |= param.has_changed
+                param.has_changed = False
+        if has_changed:
+            unit._init_mp_dtypes()  # of the parameters that train
+
+
+@contextmanager
+def as_dtensors(model: nn.Module) -> Iterator[dict[nn.Parameter, PlainShard]]:
+    """In this context modules have FSDP2's DTensors, with gradients; yields them by plain parameter."""
+    units = [unit for unit in plain_units(model) if all(param.is_shown for param in unit.fsdp_params)]
+    follow(units)
+    params = []
+    for unit in units:
+        unit.reshard()
+        params += unit.fsdp_params
+    for param in params:
+        param.hide()
+    try:
+        yield {param.plain: param for param in params}
+    finally:
+        for param in params:
+            param.show()
