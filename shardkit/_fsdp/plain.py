@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Placement
 
@@ -55,8 +55,8 @@ class PlainShard(FSDPParam):
         self.is_shown = False  # until the whole model is sharded
         self.has_changed = False
         self.waiting = None
-        self.sharded_param._post_accumulate_grad_hooks = None  # the original has them
-        self.sharded_param.register_post_accumulate_grad_hook(self.take_gradient)
+        # Not by its method, which refuses frozen parameters; the original has the program's own.
+        self.sharded_param._post_accumulate_grad_hooks = {0: self.take_gradient}
 
     def show(self) -> None:
         """Register the plain parameter, with what the DTensor has."""
@@ -133,6 +133,8 @@ class PlainShard(FSDPParam):
 
     def find_registered(self) -> None:
         """Take up another parameter that the program has put in the place of the plain one."""
+        if self.sharded_state is not ShardedState.SHARDED:
+            return
         info = self._module_info
         registered = info.module._parameters[info.param_name]
         if registered is not self.plain and type(registered) is nn.Parameter:
@@ -167,6 +169,7 @@ class PlainUnit(FSDPParamGroup):
     """
 
     fsdp_params: list[PlainShard]
+    shows_plain = False  # else functions of shardkit that need DTensors refuse the model
 
     @not_compiled
     def pre_backward(self, *args: Any) -> None:
@@ -220,6 +223,9 @@ def to_plain(module: FSDPModule, originals: Mapping[tuple[int, str], nn.Paramete
 def show_plain(model: nn.Module) -> None:
     """Show the plain parameters of a model that is sharded and initialized. Local."""
     for unit in plain_units(model):
+        if unit.shows_plain:
+            continue
+        unit.shows_plain = True
         for param in unit.fsdp_params:
             # The attributes of a parameter are those of its original, also in FSDP2's other forms of it.
             vars(param.plain).update(vars(param.sharded_param))
@@ -251,12 +257,13 @@ def plain_of_unsharded(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 def follow(units: Iterable[PlainUnit]) -> None:
     """Let FSDP2 use what the program did to the plain parameters since the last forward. Local."""
     for unit in units:
+        if not unit.shows_plain:
+            continue
         has_changed = False
         for param in unit.fsdp_params:
-            if param.is_shown:
-                param.follow()
-                has_changed |= param.has_changed
-                param.has_changed = False
+            param.follow()
+            has_changed |= param.has_changed
+            param.has_changed = False
         if has_changed:
             unit._init_mp_dtypes()  # of the parameters that train
 
@@ -264,16 +271,19 @@ def follow(units: Iterable[PlainUnit]) -> None:
 @contextmanager
 def as_dtensors(model: nn.Module) -> Iterator[dict[nn.Parameter, PlainShard]]:
     """In this context modules have FSDP2's DTensors, with gradients; yields them by plain parameter."""
-    units = [unit for unit in plain_units(model) if all(param.is_shown for param in unit.fsdp_params)]
+    units = [unit for unit in plain_units(model) if unit.shows_plain]
     follow(units)
-    params = []
+    shards = {}
     for unit in units:
         unit.reshard()
-        params += unit.fsdp_params
-    for param in params:
-        param.hide()
+        unit.shows_plain = False
+        for param in unit.fsdp_params:
+            param.hide()
+            shards[param.plain] = param
     try:
-        yield {param.plain: param for param in params}
+        yield shards
     finally:
-        for param in params:
-            param.show()
+        for unit in units:
+            unit.shows_plain = True
+            for param in unit.fsdp_params:
+                param.show()

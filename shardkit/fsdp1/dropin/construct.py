@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 
 from shardkit._fsdp.fsdp1 import full_precision_classes, set_cast_forward_inputs
-from shardkit._fsdp.plain import show_plain, to_plain
+from shardkit._fsdp.plain import as_dtensors, show_plain, to_plain
 from shardkit.apply.mesh import build_mesh, ensure_process_group
 from shardkit.fsdp1.dropin.record import Record, inner_of, is_wrapper, record_of
 from shardkit.fsdp1.translate import casts_inputs, translate
@@ -63,14 +63,15 @@ def construct(
             slots[id(module.get_submodule(owner)), name] = original
         to_plain(sharded, slots)
 
-    translation, mesh = shard_translated(
-        module,
-        lambda: translate(module, given, list(inner)),
-        groups_to_agree(given.process_group, given.device_mesh),
-        _shared_mesh,
-        any_start=True,
-        after=after,
-    )
+    with as_dtensors(module):  # what is wrapped below; its shards differ between ranks
+        translation, mesh = shard_translated(
+            module,
+            lambda: translate(module, given, list(inner)),
+            groups_to_agree(given.process_group, given.device_mesh),
+            _shared_mesh,
+            any_start=True,
+            after=after,
+        )
     show_plain(module)
     for wrapper in inner.values():
         _no_longer_root(wrapper)
@@ -99,7 +100,7 @@ def _no_longer_root(wrapper: nn.Module, casts: bool = False) -> None:
     if isinstance(sharded, FSDPModule):
         reshards = parse_strategy(record.given.sharding_strategy).name in RESHARDING
         sharded.set_reshard_after_forward(reshards, recurse=False)
-        set_cast_forward_inputs(sharded, casts or casts_inputs(record.precision, is_root=False))
+        set_cast_forward_inputs(sharded, casts or casts_inputs(record.precision, False))
 
 
 def _cast_buffers(

@@ -17,9 +17,10 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-from shardkit.fsdp1.dropin.record import Unavailable, wrappers_of
+from shardkit.fsdp1.dropin.record import Unavailable, is_wrapper, wrappers_of
 
 _STATICS = [name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"]
 GUARDED = (*_STATICS, "clip_grad_norm_", "no_sync")
@@ -47,6 +48,8 @@ def install(ours: type[nn.Module]) -> None:
     for name in GUARDED:
         guard = _guard(getattr(TorchFSDP, name), getattr(ours, name))
         _replace(TorchFSDP, name, staticmethod(guard) if name in _STATICS else guard)
+    state_of = checkpoint._get_module_fsdp_state_if_fully_sharded_module
+    _replace(checkpoint, state_of.__name__, lambda module: is_wrapper(module) or state_of(module))
     for where, names in PRIVATE.items():
         module = importlib.import_module(f"torch.distributed.fsdp.{where}")
         for name in names:
@@ -96,6 +99,10 @@ def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
 
 
 def _is_torchs(callee: FrameType | None) -> bool:
-    """Return whether the frame was called from inside torch."""
+    """Return whether the frame was called from inside torch, but for ``torch.distributed.checkpoint``.
+
+    That one treats models with FSDP1's modules by FSDP1's functions, which are ours for ours.
+    """
     caller = callee.f_back if callee else None
-    return caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] == "torch"
+    name = str(caller.f_globals.get("__name__")) if caller is not None else ""
+    return name.partition(".")[0] == "torch" and not name.startswith("torch.distributed.checkpoint.")

@@ -20,8 +20,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from typing_extensions import Self
 
-from shardkit import _fsdp, grads
-from shardkit._fsdp.fsdp1 import accumulating_in_param_dtype, optimizers_in_backward
+from shardkit import _fsdp
+from shardkit._fsdp.fsdp1 import (
+    accumulating_in_param_dtype,
+    asked_by_checkpoint,
+    optimizers_in_backward,
+)
 from shardkit._fsdp.plain import follow, plain_of_unsharded, plain_units
 from shardkit.fsdp1.dropin import clip, guards, optim_state, state
 from shardkit.fsdp1.dropin.construct import construct
@@ -154,10 +158,11 @@ class FullyShardedDataParallel(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's part of each parameter, also between forward and backward. Local.
 
-        As in FSDP1, the names have ``_fsdp_wrapped_module``, but in ``summon_full_params``.
+        As in FSDP1, the names have ``_fsdp_wrapped_module``, but in ``summon_full_params``, and for
+        ``torch.distributed.checkpoint``, which knows this of torch's class only.
         """
         plain = plain_of_unsharded(self)
-        clean = record_of(self).summoned
+        clean = record_of(self).summoned or asked_by_checkpoint()
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             yield without_wrappers(name) if clean else name, plain.get(param, param)
 
@@ -165,7 +170,7 @@ class FullyShardedDataParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers. Local."""
-        clean = record_of(self).summoned
+        clean = record_of(self).summoned or asked_by_checkpoint()
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield without_wrappers(name) if clean else name, buffer
 
@@ -193,11 +198,18 @@ class FullyShardedDataParallel(nn.Module):
         sharded = inner_of(self)
         if isinstance(sharded, FSDPModule):
             _fsdp.initialize(sharded)
-        with accumulating_in_param_dtype(self), grads.no_sync(self):
-            if isinstance(sharded, FSDPModule) and record_of(self).strategy.name in RESHARDING:
-                # The root too, which forward leaves gathered.
-                sharded.set_reshard_after_backward(True, recurse=False)
-            yield
+        units = plain_units(self)
+        reshards = record_of(self).strategy.name in RESHARDING
+        for unit in units:
+            unit.reduce_grads = False
+            unit.reshard_after_backward = reshards
+        try:
+            with accumulating_in_param_dtype(self):
+                yield
+        finally:
+            for unit in units:
+                unit.reduce_grads = True
+                unit.reshard_after_backward = True
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:

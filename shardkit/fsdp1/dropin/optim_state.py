@@ -1,14 +1,16 @@
 """FSDP1's functions for the state of optimizers: full or sharded, by name, and back to what one loads.
 
-An optimizer steps this rank's parts. The functions of ``shardkit.state`` work on DTensors: they get a
-stand-in for the optimizer, whose parameters and state are DTensors.
+An optimizer steps this rank's parts. The functions of ``shardkit.state``, and torch's own, work on
+DTensors: they get a stand-in for the optimizer, whose parameters and state are DTensors.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,68 +177,60 @@ def _config_of(model: nn.Module) -> OptimStateDictConfig:
     return found.optim_state_dict_config
 
 
-class _StandIn(Optimizer):
-    """An optimizer of plain parameters, as one of FSDP2's DTensors; it records what is loaded."""
-
-    def __init__(
-        self,
-        optim: Optimizer | None,
-        shards: Mapping[nn.Parameter, PlainShard],
-        packed: Mapping[str, Any] | None = None,
-    ) -> None:
-        # By number, as optim.state_dict() counts. Without an optimizer: model.parameters().
-        groups: list[dict[str, Any]] = [{"params": list(shards)}]
-        if optim is not None:
-            groups = optim.param_groups
-            packed = packed or optim.state_dict()
-        self.param_groups = []
-        numbered = []
-        for group in groups:
-            params = [shards[p].sharded_param if p in shards else p for p in group["params"]]
-            self.param_groups.append({**group, "params": params})
-            numbered += [shards.get(p) for p in group["params"]]
-        if packed is None:
-            packed = {"state": {}, "param_groups": [{"params": list(range(len(numbered)))}]}
-        numbers = [number for group in packed["param_groups"] for number in group["params"]]
-
-        state: dict[Any, Any] = dict(packed["state"])
-        for number, shard in zip(numbers, numbered, strict=True):
-            if number in state and shard is not None:
-                state[number] = with_leaves(state[number], _as_dtensor_of(shard))
-        self.packed: Mapping[str, Any] = {**packed, "state": state}
-        self.state = {}  # type: ignore[assignment]
-        for number, param in zip(numbers, [p for g in self.param_groups for p in g["params"]]):
-            if number in state:
-                self.state[param] = state[number]
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.packed)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.packed = state_dict
+def as_optimizer_of_dtensors(
+    optim: Optimizer | None, shards: Mapping[nn.Parameter, PlainShard]
+) -> Optimizer:
+    """Return an optimizer like ``optim``, or of ``model.parameters()``, whose parameters are DTensors. Local."""
+    if optim is None:
+        optim = torch.optim.SGD(shards, lr=0.0)
+    made: Any = object.__new__(type(optim))
+    vars(made).update(vars(optim))
+    vars(made).pop("step", None)  # that of an LR scheduler is bound to the optimizer itself
+    made.__setstate__({})
+    made.param_groups = []
+    for group in optim.param_groups:
+        params = [shards[p].sharded_param if p in shards else p for p in group["params"]]
+        made.param_groups.append({**group, "params": params})
+    made.state = defaultdict(dict)
+    for param, entry in optim.state.items():
+        if param in shards:
+            shard = shards[param]
+            made.state[shard.sharded_param] = with_leaves(entry, partial(_as_dtensor, shard))
+        else:
+            made.state[param] = entry
+    return made  # type: ignore[no-any-return]
 
 
-def _as_dtensor_of(shard: PlainShard) -> Any:
-    def as_dtensor(path: str, value: Tensor) -> Tensor:
-        if not value.ndim:
-            return value
-        if value.shape != shard.plain.shape:
-            raise ShardkitError(
-                f"The optimizer's state {path[1:]} of a parameter has the shape {tuple(value.shape)}, "
-                f"but this rank's part of the parameter has {tuple(shard.plain.shape)}: it belongs to "
-                "this part only, and cannot be saved by name. Save optimizer.state_dict() of each rank."
-            )
-        return shard.as_dtensor(value)
+def _as_dtensor(shard: PlainShard, path: str, value: Tensor) -> Tensor:
+    if not value.ndim:
+        return value
+    if value.shape != shard.plain.shape:
+        raise ShardkitError(
+            f"The state {path[1:]} of a parameter has the shape {tuple(value.shape)}, but this rank's "
+            f"part of the parameter has {tuple(shard.plain.shape)}: it belongs to this part only, and "
+            "cannot be saved by name. Save optimizer.state_dict() of each rank."
+        )
+    return shard.as_dtensor(value)
 
-    return as_dtensor
+
+def as_local(state: Any) -> Any:
+    """Return state with this rank's part of each DTensor. Local."""
+    return with_leaves(state, lambda path, value: _local_of(value))
+
+
+def _local_of(value: Tensor) -> Tensor:
+    return local_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _save(
     model: nn.Module,
     optim: Optimizer,
     config: OptimStateDictConfig,
-    given: Mapping[str, Any] | None = None,
+    given: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
+    if given is not None:  # what optim.state_dict() gave
+        optim = as_optimizer_of_dtensors(optim, {})
+        optim.load_state_dict(given)
     home = device_of(record_of(wrappers_of(model)[0]).mesh)
     device = torch.device("cpu") if config.offload_to_cpu else home
 
@@ -245,26 +239,26 @@ def _save(
 
     with as_dtensors(model) as shards:
         if not isinstance(config, FullOptimStateDictConfig):
-            found = sharded_optimizer_state_dict(model, _StandIn(optim, shards, given))
-            made: dict[str, Any] = with_leaves(found, copy_of)
+            optim = as_optimizer_of_dtensors(optim, shards)
+            made: dict[str, Any] = with_leaves(sharded_optimizer_state_dict(model, optim), copy_of)
             return made
         with together(groups_of(model), call="optim_state_dict") as poll:
-            stand_in = _StandIn(optim, shards, given)
-            state = sharded_optimizer_state_dict(model, stand_in)["state"]
+            optim = as_optimizer_of_dtensors(optim, shards)
+            state = sharded_optimizer_state_dict(model, optim)["state"]
             poll.same = {"which parameters have state": sorted(state)}
         rank0_only = config.rank0_only
-        return full_optimizer_state_dict(model, stand_in, rank0_only=rank0_only, device=device)
+        return full_optimizer_state_dict(model, optim, rank0_only=rank0_only, device=device)
 
 
 def _to_load(
     model: nn.Module,
     optim: Optimizer | None,
-    given: Mapping[str, Any] | None,
+    given: dict[str, Any] | None,
     *,
     from_rank0: bool = False,
 ) -> dict[str, Any]:
     with as_dtensors(model) as shards:
-        stand_in = _StandIn(optim, shards)
+        stand_in = as_optimizer_of_dtensors(optim, shards)
         if from_rank0:
             load_full_optimizer_state_dict(model, stand_in, given or {}, src="rank0")
         else:
@@ -277,12 +271,8 @@ def _to_load(
                 state[fqn] = {key: _placed(value, params[fqn]) for key, value in entry.items()}
             groups = copy.deepcopy(found["param_groups"])
             install([stand_in], names, {"state": state, "param_groups": groups})
-    result: dict[str, Any] = with_leaves(dict(stand_in.packed), lambda path, value: local_of(value))
-    return result
-
-
-def local_of(value: Tensor) -> Tensor:
-    return local_tensor(value) if isinstance(value, DTensor) else value
+        result: dict[str, Any] = as_local(stand_in.state_dict())
+        return result
 
 
 def _placed(value: Any, param: nn.Parameter) -> Any:
@@ -290,6 +280,6 @@ def _placed(value: Any, param: nn.Parameter) -> Any:
     if not (isinstance(value, Tensor) or is_sharded_tensor(value)):
         return copy.deepcopy(value)
     found = part_of(value, param)
-    if not isinstance(found, DTensor):
-        return whole_of(found).clone()
-    return copied(found, local_of(param).device)
+    if isinstance(found, DTensor):
+        return copied(found, _local_of(param).device)
+    return whole_of(found).clone()
