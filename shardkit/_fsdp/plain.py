@@ -41,6 +41,7 @@ class PlainShard(FSDPParam):
     plain: nn.Parameter
     is_shown: bool  # False: the modules have the DTensor, as fully_shard leaves them
     has_changed: bool  # in dtype or requires_grad, which the unit has to know before a forward
+    version: int  # of the plain parameter at the last forward
     # p.grad and its version at the end of a backward that left a gradient unreduced
     waiting: tuple[Tensor, int] | None
 
@@ -54,6 +55,7 @@ class PlainShard(FSDPParam):
         self.plain = original
         self.is_shown = False  # until the whole model is sharded
         self.has_changed = False
+        self.version = 0
         self.waiting = None
         # Not by its method, which refuses frozen parameters; the original has the program's own.
         self.sharded_param._post_accumulate_grad_hooks = {0: self.take_gradient}
@@ -105,29 +107,11 @@ class PlainShard(FSDPParam):
         if not self.is_shown:
             super().reset_sharded_param()
             return
-        local = self.sharded_param._local_tensor
         self.find_registered()
-        if (self.plain.dtype, self.plain.device) == (local.dtype, local.device):
+        if self.plain.dtype == self.sharded_param.dtype:
             self.follow()
-            return
-        if hasattr(self, "_unsharded_param"):
-            # What FSDP2 gathers into is made once, at the first forward.
-            if has_gradient(self):
-                raise TranslationError(f"{self._param_fqn} cannot be converted while its gradient waits.")
-            del self._unsharded_param
-            self.all_gather_outputs = []
-        hooks = self.sharded_param._post_accumulate_grad_hooks
-        attributes = vars(self.sharded_param)
-        self.sharded_param = nn.Parameter(self.as_dtensor(self.plain.detach()), self.plain.requires_grad)
-        self.sharded_param._post_accumulate_grad_hooks = hooks
-        vars(self.sharded_param).update(attributes)
-        self.is_shown = False
-        self._setattr_on_modules(self.sharded_param)
-        super().reset_sharded_param()  # pads it
-        self.has_changed = True
-        self.plain.data = self.sharded_param._local_tensor
-        self.is_shown = True
-        self._setattr_on_modules(self.sharded_param)
+        else:
+            self.convert()
 
     # ---- before a forward
 
@@ -151,12 +135,40 @@ class PlainShard(FSDPParam):
                     f"{self._param_fqn} has the shape {tuple(plain.shape)}, but this rank's shard has "
                     f"{tuple(local.shape)}. Write full values in FSDP.summon_full_params(model)."
                 )
-            with torch.no_grad():
-                local.copy_(plain)
-            plain.data = local
+            self.copy_in(plain.detach())
         if plain.requires_grad != self.sharded_param.requires_grad:
             self.sharded_param.requires_grad_(plain.requires_grad)
             self.has_changed = True
+
+    @torch.no_grad()
+    def copy_in(self, values: Tensor) -> None:
+        """Copy values to a new storage, padded as FSDP2 gathers it; the program may still use the old one."""
+        local = self.sharded_param._local_tensor
+        padded = torch.zeros(self.padded_sharded_param_size, dtype=local.dtype, device=values.device)
+        if self.pin_memory:
+            padded = padded.pin_memory()
+        dim = self.fsdp_placement.dim
+        local = padded.narrow(dim, 0, local.size(dim)) if local.numel() else padded.narrow(dim, 0, 0)
+        local.copy_(values)
+        self._sharded_param_data = padded.view(-1)
+        self.sharded_param._local_tensor = local
+        self.plain.data = local
+
+    def convert(self) -> None:
+        """Make the DTensor one of the plain parameter's dtype."""
+        if has_gradient(self):
+            raise TranslationError(f"{self._param_fqn} cannot be converted while its gradient waits.")
+        old = self.sharded_param
+        local = old._local_tensor.to(self.plain.dtype)
+        self.sharded_param = nn.Parameter(self.as_dtensor(local), old.requires_grad)
+        self.sharded_param._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+        self.sharded_param.__dict__ = self.plain.__dict__
+        self._sharding_spec = self.sharded_param._spec
+        self.has_changed = True
+        if hasattr(self, "_unsharded_param"):  # FSDP2 makes it once, at the first forward
+            del self._unsharded_param
+            self.all_gather_outputs = []
+        self.copy_in(self.plain.detach())
 
 
 class PlainUnit(FSDPParamGroup):
@@ -259,13 +271,17 @@ def follow(units: Iterable[PlainUnit]) -> None:
     for unit in units:
         if not unit.shows_plain:
             continue
-        has_changed = False
+        has_changed = is_written = False
         for param in unit.fsdp_params:
             param.follow()
             has_changed |= param.has_changed
             param.has_changed = False
+            is_written |= param.version != param.plain._version
+            param.version = param.plain._version
         if has_changed:
             unit._init_mp_dtypes()  # of the parameters that train
+        if is_written and unit.is_unsharded:
+            unit.reshard()  # a forward without backward left it with the old values
 
 
 @contextmanager
