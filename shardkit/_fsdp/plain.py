@@ -50,7 +50,7 @@ class PlainShard(FSDPParam):
         local = self.sharded_param._local_tensor
         if original.is_meta or local.is_meta or has_own_dispatch(type(original)):
             original = nn.Parameter(local, local.is_floating_point() and original.requires_grad)
-        original.data = local
+        original.data = self.flat(local)
         original.grad = None
         self.plain = original
         self.is_shown = False  # until the whole model is sharded
@@ -65,8 +65,8 @@ class PlainShard(FSDPParam):
         sharded = self.sharded_param
         if self.plain.is_meta and not sharded.is_meta:  # the model was materialized after sharding
             self.plain = nn.Parameter(sharded._local_tensor, sharded.requires_grad)
-        self.plain.data = sharded._local_tensor
-        self.plain.grad = None if sharded.grad is None else sharded.grad._local_tensor
+        self.plain.data = self.flat(sharded._local_tensor)
+        self.plain.grad = None if sharded.grad is None else self.flat(sharded.grad._local_tensor)
         sharded.grad = None
         self.is_shown = True
         self._setattr_on_modules(sharded)
@@ -78,9 +78,17 @@ class PlainShard(FSDPParam):
         self.is_shown = False
         self._setattr_on_modules(self.sharded_param)
 
-    def as_dtensor(self, local: Tensor) -> Tensor:
-        """Return a DTensor of a local tensor in the layout of the parameter, of any dtype and device."""
-        return as_sharded(local, self.sharded_param)
+    def flat(self, local: Tensor) -> Tensor:
+        """Return a rank's part as FSDP1 showed it: with one dim, unless every rank has all of it.
+
+        A layer that is called outside of the model's forward then fails. With the dims of a shard it
+        would compute with a part of its weights.
+        """
+        return local if self.shard_mesh.size() == 1 else local.reshape(-1)
+
+    def as_dtensor(self, plain: Tensor) -> Tensor:
+        """Return a DTensor of a tensor like the plain parameter, of any dtype and device."""
+        return as_sharded(plain.view(self.sharded_size), self.sharded_param)
 
     # ---- what FSDP2 calls
 
@@ -93,7 +101,7 @@ class PlainShard(FSDPParam):
         """Called by FSDP2 with the DTensor when its gradient is reduced, in the stream of the reduction."""
         if not self.is_shown:
             return
-        grad = sharded.grad._local_tensor
+        grad = self.flat(sharded.grad._local_tensor)
         sharded.grad = None
         if self.plain.grad is None:
             self.plain.grad = grad
@@ -130,10 +138,10 @@ class PlainShard(FSDPParam):
         self.find_registered()
         plain, local = self.plain, self.sharded_param._local_tensor
         if plain.data_ptr() != local.data_ptr() or plain.dtype != local.dtype:
-            if plain.shape != local.shape:
+            if plain.shape != self.flat(local).shape:
                 raise TranslationError(
                     f"{self._param_fqn} has the shape {tuple(plain.shape)}, but this rank's shard has "
-                    f"{tuple(local.shape)}. Write full values in FSDP.summon_full_params(model)."
+                    f"{tuple(self.flat(local).shape)}. Write full values in FSDP.summon_full_params(model)."
                 )
             self.copy_in(plain.detach())
         if plain.requires_grad != self.sharded_param.requires_grad:
@@ -144,23 +152,28 @@ class PlainShard(FSDPParam):
     def copy_in(self, values: Tensor) -> None:
         """Copy values to a new storage, padded as FSDP2 gathers it; the program may still use the old one."""
         local = self.sharded_param._local_tensor
-        padded = torch.zeros(self.padded_sharded_param_size, dtype=local.dtype, device=values.device)
+        padded = torch.zeros(
+            self.padded_sharded_param_size, dtype=local.dtype, device=values.device
+        )
         if self.pin_memory:
             padded = padded.pin_memory()
         dim = self.fsdp_placement.dim
-        local = padded.narrow(dim, 0, local.size(dim)) if local.numel() else padded.narrow(dim, 0, 0)
-        local.copy_(values)
+        local = (
+            padded.narrow(dim, 0, local.size(dim)) if local.numel() else padded.narrow(dim, 0, 0)
+        )
+        local.copy_(values.view(self.sharded_size))
         self._sharded_param_data = padded.view(-1)
         self.sharded_param._local_tensor = local
-        self.plain.data = local
+        self.plain.data = self.flat(local)
 
     def convert(self) -> None:
         """Make the DTensor one of the plain parameter's dtype."""
         if has_gradient(self):
-            raise TranslationError(f"{self._param_fqn} cannot be converted while its gradient waits.")
+            raise TranslationError(
+                f"{self._param_fqn} cannot be converted while its gradient waits."
+            )
         old = self.sharded_param
-        local = old._local_tensor.to(self.plain.dtype)
-        self.sharded_param = nn.Parameter(self.as_dtensor(local), old.requires_grad)
+        self.sharded_param = nn.Parameter(self.as_dtensor(self.plain.detach()), old.requires_grad)
         self.sharded_param._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
         self.sharded_param.__dict__ = self.plain.__dict__
         self._sharding_spec = self.sharded_param._spec
@@ -181,7 +194,11 @@ class PlainUnit(FSDPParamGroup):
     """
 
     fsdp_params: list[PlainShard]
-    shows_plain = False  # else functions of shardkit that need DTensors refuse the model
+
+    @property
+    def shows_plain(self) -> bool:
+        """Functions of shardkit that need DTensors refuse the model then."""
+        return self.fsdp_params[0].is_shown
 
     @not_compiled
     def pre_backward(self, *args: Any) -> None:
@@ -237,7 +254,6 @@ def show_plain(model: nn.Module) -> None:
     for unit in plain_units(model):
         if unit.shows_plain:
             continue
-        unit.shows_plain = True
         for param in unit.fsdp_params:
             # The attributes of a parameter are those of its original, also in FSDP2's other forms of it.
             vars(param.plain).update(vars(param.sharded_param))
@@ -292,14 +308,11 @@ def as_dtensors(model: nn.Module) -> Iterator[dict[nn.Parameter, PlainShard]]:
     shards = {}
     for unit in units:
         unit.reshard()
-        unit.shows_plain = False
         for param in unit.fsdp_params:
             param.hide()
             shards[param.plain] = param
     try:
         yield shards
     finally:
-        for unit in units:
-            unit.shows_plain = True
-            for param in unit.fsdp_params:
-                param.show()
+        for param in shards.values():
+            param.show()

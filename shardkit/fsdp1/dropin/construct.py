@@ -128,7 +128,9 @@ def _put_wrappers(
         inside = module.get_submodule(fqn)
         arguments = replace(given, auto_wrap_policy=None, **own)
         precision = _precision(arguments)
-        if given.mixed_precision and isinstance(inside, full_precision_classes(given.mixed_precision)):
+        if given.mixed_precision and isinstance(
+            inside, full_precision_classes(given.mixed_precision)
+        ):
             precision = MixedPrecision()
         wrappers[inside] = wrap(inside, Record(arguments, mesh, is_root=False, precision=precision))
     for parent in list(module.modules()):

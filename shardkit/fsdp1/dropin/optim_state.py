@@ -213,11 +213,6 @@ def _as_dtensor(shard: PlainShard, path: str, value: Tensor) -> Tensor:
     return shard.as_dtensor(value)
 
 
-def as_local(state: Any) -> Any:
-    """Return state with this rank's part of each DTensor. Local."""
-    return with_leaves(state, lambda path, value: _local_of(value))
-
-
 def _local_of(value: Tensor) -> Tensor:
     return local_tensor(value) if isinstance(value, DTensor) else value
 
@@ -271,7 +266,17 @@ def _to_load(
                 state[fqn] = {key: _placed(value, params[fqn]) for key, value in entry.items()}
             groups = copy.deepcopy(found["param_groups"])
             install([stand_in], names, {"state": state, "param_groups": groups})
-        result: dict[str, Any] = as_local(stand_in.state_dict())
+        result = stand_in.state_dict()
+        numbered = {}
+        for group, packed in zip(stand_in.param_groups, result["param_groups"], strict=True):
+            numbered.update(zip(packed["params"], group["params"], strict=True))
+        flat = {shard.sharded_param: shard.flat for shard in shards.values()}
+        for number, entry in result["state"].items():
+            if numbered.get(number) in flat:
+                as_plain = flat[numbered[number]]
+                result["state"][number] = with_leaves(
+                    entry, lambda path, value: as_plain(_local_of(value)) if value.ndim else value
+                )
         return result
 
 

@@ -25,7 +25,9 @@ _CLASSES = {
 
 def replace() -> None:
     """Put the drop-in's classes into ``torch.distributed.fsdp``, in this process and those that it spawns."""
-    importlib.import_module("torch.distributed.checkpoint.state_dict")  # while it gets torch's class, as it knows FSDP2
+    importlib.import_module(
+        "torch.distributed.checkpoint.state_dict"
+    )  # while it gets torch's class, as it knows FSDP2
     for module, kind in _CLASSES.items():
         setattr(importlib.import_module(f"torch.distributed.fsdp{module}"), kind.__name__, kind)
     guards.install(FullyShardedDataParallel)  # before the program imports functions by name
@@ -48,7 +50,12 @@ def find(name: str, as_module: bool = False) -> tuple[CodeType, dict[str, Any]]:
     if as_module:
         spec = _spec_of(name)
         code = spec.loader.get_code(spec.name)
-        return code, {"__file__": spec.origin, "__spec__": spec, "__package__": spec.parent, "__loader__": spec.loader}
+        return code, {
+            "__file__": spec.origin,
+            "__spec__": spec,
+            "__package__": spec.parent,
+            "__loader__": spec.loader,
+        }
     path = os.path.abspath(os.path.join(name, "__main__.py") if os.path.isdir(name) else name)
     if not os.path.exists(path):
         raise _no_program(name, "is not a file")
@@ -56,7 +63,9 @@ def find(name: str, as_module: bool = False) -> tuple[CodeType, dict[str, Any]]:
         return compile(file.read(), path, "exec"), {"__file__": path, "__package__": None}
 
 
-def run(name: str, arguments: Sequence[str], code: CodeType, begin: dict[str, Any]) -> dict[str, Any]:
+def run(
+    name: str, arguments: Sequence[str], code: CodeType, begin: dict[str, Any]
+) -> dict[str, Any]:
     """Run a program that :func:`find` found, as ``python`` would, on the drop-in, and return its globals."""
     replace()
     module = ModuleType("__main__")

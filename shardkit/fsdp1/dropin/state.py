@@ -29,12 +29,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardkit import _fsdp
-from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, is_sharded_tensor
+from shardkit._fsdp.fsdp1 import gathered_sharded_tensor, is_sharded_tensor
 from shardkit._fsdp.plain import as_dtensors
 from shardkit._torch import local_tensor, state_dict_metadata, with_state_dict_metadata
 from shardkit.fsdp1.dropin.record import (
     WRAPPED,
     inner_of,
+    is_wrapper,
     record_of,
     wrappers_of,
     wrappers_or_refuse,
@@ -128,19 +129,16 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: boo
 def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
     """Return the state of a model that shows DTensors, by the plain model's names.
 
-    ``torch.distributed.checkpoint.state_dict`` gets sharded state whatever was set, as it does from
-    FSDP1. NO_SHARD always gives full state, as in FSDP1.
+    NO_SHARD always gives full state, as in FSDP1.
     """
     record = record_of(wrapper)
-    config, kind = record.state_dict_settings.state_dict_config, StateDictType
-    is_full = record.state_dict_settings.state_dict_type is kind.FULL_STATE_DICT
-    is_live = record.state_dict_settings.state_dict_type is kind.LOCAL_STATE_DICT
-    if asked_by_checkpoint():
-        config, is_full, is_live = ShardedStateDictConfig(), False, False
+    config = record.state_dict_settings.state_dict_config
+    kind = record.state_dict_settings.state_dict_type
     if record.strategy is ShardingStrategy.NO_SHARD:
-        is_full = True
+        kind = StateDictType.FULL_STATE_DICT
 
-    if is_full and not record.summoned:  # summoned parameters are full, perhaps on this rank alone
+    # Summoned parameters are full, perhaps on this rank alone.
+    if kind is StateDictType.FULL_STATE_DICT and not record.summoned:
         device = torch.device("cpu") if config.offload_to_cpu else device_of(record.mesh)
         rank0_only = getattr(config, "rank0_only", False)
         found = full_state_dict(wrapper, rank0_only=rank0_only, device=device)
@@ -152,17 +150,19 @@ def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
         return found
 
     found = sharded_state_dict(wrapper)
-    to = torch.device("cpu") if config.offload_to_cpu else None
+    if kind is StateDictType.LOCAL_STATE_DICT and not record.summoned:
+        return found
+    device = torch.device("cpu") if config.offload_to_cpu else None
     for name, value in found.items():
-        if isinstance(value, Tensor) and not is_extra(name) and (record.summoned or not is_live):
-            found[name] = copied(value, to)
+        if isinstance(value, Tensor) and not is_extra(name):
+            found[name] = copied(value, device)
     return found
 
 
 def _restore_buffer_dtypes(wrapper: nn.Module, found: dict[str, Any]) -> None:
     """Give buffers the dtypes that they had before they were cast for mixed precision."""
     for fqn, each in wrapper.named_modules():
-        if each in wrappers_of(wrapper):
+        if is_wrapper(each):
             for name, dtype in record_of(each).buffer_dtypes.items():
                 clean = clean_name(f"{fqn}.{name}".lstrip("."))
                 if clean in found:
@@ -207,7 +207,8 @@ def _before_load(
             return  # an outer wrapper did
         if name.startswith(prefix):
             given[clean_name(name.removeprefix(prefix))] = name
-    with as_dtensors(wrapper), live_tensors():
+    with as_dtensors(wrapper) as shards, live_tensors():
+        flat = {id(shard.sharded_param): shard.flat for shard in shards.values()}
         live = nn.Module.state_dict(wrapper, keep_vars=True)
         for found, tensor in live.items():  # in the model's order, which is the same on all ranks
             name = given.get(clean_name(found))
@@ -219,7 +220,7 @@ def _before_load(
                     shapes = f"{tuple(value.shape)} in the state dict, {tuple(tensor.shape)} in the model"
                     errors.append(f"size mismatch for {name}: {shapes}.")
                     value = tensor
-                value = local_tensor(value)
+                value = flat[id(tensor)](local_tensor(value))
                 if metadata.get("assign_to_params_buffers", False):
                     value = value.detach().clone()  # as a view it would keep the full tensor alive
             state_dict[prefix + found] = value
