@@ -25,7 +25,7 @@ from shardkit._fsdp.fsdp1 import (
     asked_by_checkpoint,
     optimizers_in_backward,
 )
-from shardkit._fsdp.plain import follow, plain_of_unsharded, plain_units
+from shardkit._fsdp.plain import as_dtensors, follow, plain_of_unsharded, plain_units
 from shardkit.fsdp1.dropin import clip, guards, optim_state, state
 from shardkit.fsdp1.dropin.construct import construct
 from shardkit.fsdp1.dropin.record import (
@@ -139,17 +139,21 @@ class FullyShardedDataParallel(nn.Module):
         """Run the wrapped module's forward. Collective."""
         record = record_of(self)
         if record.is_root:
-            if not record.has_run:
-                self._begin()
+            self._begin()
             follow(record.units)
         return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
 
     @_fsdp.not_compiled
     def _begin(self) -> None:
-        """Before the first forward, when no other wrapper will come around this one."""
-        record = record_of(self)
+        """Before the first forward or ``no_sync``, when no wrapper will come around this one any more."""
+        record, sharded = record_of(self), inner_of(self)
+        if record.has_run:
+            return
         record.has_run = True
         record.units = plain_units(self)
+        if isinstance(sharded, FSDPModule):
+            with as_dtensors(self):
+                _fsdp.initialize(sharded)  # which finds the names of its parameters
         if any(optimizers_in_backward(param) for param in self.parameters()):
             raise Unavailable(
                 "_apply_optimizer_in_backward was called on the parameters, but FSDP2 does not step "
@@ -198,9 +202,7 @@ class FullyShardedDataParallel(nn.Module):
         once a step. Until they are reduced ``p.grad`` is zeros, where FSDP1 showed full gradients;
         ``zero_grad()`` drops them. Local.
         """
-        sharded = inner_of(self)
-        if isinstance(sharded, FSDPModule):
-            _fsdp.initialize(sharded)
+        self._begin()
         units = plain_units(self)
         reshards = record_of(self).strategy.name in RESHARDING
         for unit in units:
