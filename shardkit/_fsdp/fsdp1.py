@@ -15,6 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 
+# What torch.distributed.checkpoint.state_dict asks for each of FSDP1's modules: None where it is none (torch 2.13).
+STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
+
 # The base class of FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) and its method have
 # no public names (torch 2.11 to 2.13). A callable policy is called as documented.
 FSDP1Policy = torch.distributed.fsdp.wrap._Policy

@@ -31,8 +31,6 @@ from shardkit._fsdp import not_compiled, slot_of, states_of
 from shardkit._fsdp.fsdp1 import has_gradient
 from shardkit._fsdp.states import drop_unreduced_gradients
 from shardkit._torch import has_own_dispatch, units_of
-from shardkit.errors import TranslationError
-from shardkit.shards import as_sharded
 
 
 class PlainShard(FSDPParam):
@@ -74,7 +72,9 @@ class PlainShard(FSDPParam):
     def hide(self) -> None:
         """Register the DTensor, with what the plain parameter has."""
         if self.plain.grad is not None:
-            self.sharded_param.grad = self.as_dtensor(self.plain.grad)
+            self.sharded_param.grad = self.to_sharded_dtensor(
+                self.plain.grad.view(self.sharded_size)
+            )
         self.is_shown = False
         self._setattr_on_modules(self.sharded_param)
 
@@ -86,9 +86,10 @@ class PlainShard(FSDPParam):
         """
         return local if self.shard_mesh.size() == 1 else local.reshape(-1)
 
-    def as_dtensor(self, plain: Tensor) -> Tensor:
-        """Return a DTensor of a tensor like the plain parameter, of any dtype and device."""
-        return as_sharded(plain.view(self.sharded_size), self.sharded_param)
+    @property
+    def fqn(self) -> str:
+        """Return the name that FSDP2's errors use, known from the first forward on."""
+        return self._param_fqn or self._module_info.param_name
 
     # ---- what FSDP2 calls
 
@@ -139,8 +140,8 @@ class PlainShard(FSDPParam):
         plain, local = self.plain, self.sharded_param._local_tensor
         if plain.data_ptr() != local.data_ptr() or plain.dtype != local.dtype:
             if plain.shape != self.flat(local).shape:
-                raise TranslationError(
-                    f"{self._param_fqn} has the shape {tuple(plain.shape)}, but this rank's shard has "
+                raise RuntimeError(
+                    f"{self.fqn} has the shape {tuple(plain.shape)}, but this rank's shard has "
                     f"{tuple(self.flat(local).shape)}. Write full values in FSDP.summon_full_params(model)."
                 )
             self.copy_in(plain.detach())
@@ -169,11 +170,9 @@ class PlainShard(FSDPParam):
     def convert(self) -> None:
         """Make the DTensor one of the plain parameter's dtype."""
         if has_gradient(self):
-            raise TranslationError(
-                f"{self._param_fqn} cannot be converted while its gradient waits."
-            )
+            raise RuntimeError(f"{self.fqn} cannot be converted while its gradient waits.")
         old = self.sharded_param
-        self.sharded_param = nn.Parameter(self.as_dtensor(self.plain.detach()), old.requires_grad)
+        self.sharded_param = nn.Parameter(old.detach().to(self.plain.dtype), old.requires_grad)
         self.sharded_param._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
         self.sharded_param.__dict__ = self.plain.__dict__
         self._sharding_spec = self.sharded_param._spec

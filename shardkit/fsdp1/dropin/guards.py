@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
+from shardkit._fsdp.fsdp1 import STATE_OF
 from shardkit.fsdp1.dropin.record import Unavailable, is_wrapper, wrappers_of
 
 STATICS = []
@@ -58,8 +58,8 @@ def install(ours: type[nn.Module]) -> None:
             refuse = functools.partial(_refuse, name)
             _replace(module, name, _guard(getattr(module, name), refuse))
     # torch.distributed.checkpoint asks for the state of each of FSDP.fsdp_modules(model).
-    state_of = checkpoint._get_module_fsdp_state_if_fully_sharded_module
-    _replace(checkpoint, state_of.__name__, lambda module: is_wrapper(module) or state_of(module))
+    state_of = getattr(checkpoint, STATE_OF)
+    _replace(checkpoint, STATE_OF, lambda module: is_wrapper(module) or state_of(module))
 
 
 def uninstall() -> None:
@@ -78,7 +78,8 @@ def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         # FSDP2 calls some from inside of torch, and torch.distributed.checkpoint takes them for FSDP1.
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+        frame: Any = inspect.currentframe()
+        caller = frame.f_back.f_globals.get("__name__", "")
         if not caller.startswith("torch.") or caller == checkpoint.__name__:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, nn.Module) and wrappers_of(value):

@@ -30,8 +30,7 @@ from shardkit._torch import local_tensor
 from shardkit.errors import ShardkitError, TranslationError
 from shardkit.fsdp1.dropin.record import Unavailable, record_of, wrappers_of
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
-from shardkit.ranks import groups_of, together
-from shardkit.shards import device_of
+from shardkit.shards import as_sharded, device_of
 from shardkit.state.model import parameter_names
 from shardkit.state.optimizer import (
     full_optimizer_state_dict,
@@ -210,7 +209,7 @@ def _as_dtensor(shard: PlainShard, path: str, value: Tensor) -> Tensor:
             f"part of the parameter has {tuple(shard.plain.shape)}: it belongs to this part only, and "
             "cannot be saved by name. Save optimizer.state_dict() of each rank."
         )
-    return shard.as_dtensor(value)
+    return as_sharded(value.view(shard.sharded_size), shard.sharded_param)
 
 
 def _local_of(value: Tensor) -> Tensor:
@@ -233,14 +232,10 @@ def _save(
         return copied(value, device if value.ndim else None)  # a step is on the CPU everywhere
 
     with as_dtensors(model) as shards:
+        optim = as_optimizer_of_dtensors(optim, shards)
         if not isinstance(config, FullOptimStateDictConfig):
-            optim = as_optimizer_of_dtensors(optim, shards)
             made: dict[str, Any] = with_leaves(sharded_optimizer_state_dict(model, optim), copy_of)
             return made
-        with together(groups_of(model), call="optim_state_dict") as poll:
-            optim = as_optimizer_of_dtensors(optim, shards)
-            state = sharded_optimizer_state_dict(model, optim)["state"]
-            poll.same = {"which parameters have state": sorted(state)}
         rank0_only = config.rank0_only
         return full_optimizer_state_dict(model, optim, rank0_only=rank0_only, device=device)
 
@@ -266,18 +261,12 @@ def _to_load(
                 state[fqn] = {key: _placed(value, params[fqn]) for key, value in entry.items()}
             groups = copy.deepcopy(found["param_groups"])
             install([stand_in], names, {"state": state, "param_groups": groups})
-        result = stand_in.state_dict()
-        numbered = {}
-        for group, packed in zip(stand_in.param_groups, result["param_groups"], strict=True):
-            numbered.update(zip(packed["params"], group["params"], strict=True))
-        flat = {shard.sharded_param: shard.flat for shard in shards.values()}
-        for number, entry in result["state"].items():
-            if numbered.get(number) in flat:
-                as_plain = flat[numbered[number]]
-                result["state"][number] = with_leaves(
-                    entry, lambda path, value: as_plain(_local_of(value)) if value.ndim else value
-                )
-        return result
+        for shard in shards.values():
+            entry = stand_in.state.get(shard.sharded_param, {})
+            for key, value in entry.items():
+                if isinstance(value, DTensor):
+                    entry[key] = shard.flat(local_tensor(value))
+        return stand_in.state_dict()
 
 
 def _placed(value: Any, param: nn.Parameter) -> Any:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import ShardkitError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.fsdp1.dropin.record import without_wrappers
 from shardkit.testing import distributed
 
 BLOCKS = ModuleWrapPolicy({Block})

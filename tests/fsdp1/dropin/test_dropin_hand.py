@@ -92,7 +92,7 @@ def test_values_of_another_storage_are_used_and_the_old_one_stays():
             param.data = data
         assert torch.equal(model(inputs(0)), before)
     model[0].module.weight.data = torch.zeros(4, 4)
-    with pytest.raises(TranslationError, match=r"weight has the shape \(4, 4\), but this rank's shard has \(8,\)"):
+    with pytest.raises(RuntimeError, match=r"weight has the shape \(4, 4\), but this rank's shard has \(8,\)"):
         model(inputs(0))
 
 

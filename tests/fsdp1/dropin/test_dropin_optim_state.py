@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from trees import assert_same
 
+from shardkit._fsdp.plain import as_dtensors
 from shardkit.errors import ShardkitError, TranslationError
 from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
-from shardkit._fsdp.plain import as_dtensors
 from shardkit.state.model import clean_name
 from shardkit.testing import distributed
 
@@ -193,8 +193,6 @@ def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
 
 def as_held(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
     """Full state in the kinds of tensors that a sharded optimizer has: DTensors where the parameter is one."""
-    params = dict(model.named_parameters())
-
     def held(like: Any, value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim and isinstance(like, DTensor):
             return distribute_tensor(value, like.device_mesh, like.placements)
@@ -227,7 +225,7 @@ def test_given_state_is_saved_and_what_does_not_fit_is_said():
     some = [param for name, param in model.named_parameters() if clean_name(name) != "body.up.bias"]
     fewer = torch.optim.Adam(some if second else model.parameters(), lr=0.01)
     train(model, fewer, range(1))
-    with pytest.raises(ShardkitError, match=r"rank 1 differs from rank 0 in which parameters have state"):
+    with pytest.raises(ShardkitError, match=r"rank 1 differs from rank 0 in which tensors are sharded"):
         FSDP.optim_state_dict(model, fewer)
     few = torch.optim.Adam([model.shift, *model.body.embed.parameters(), *model.body.up.parameters()])
     with pytest.raises(ShardkitError, match=r"- unexpected: body\.down\.weight"):

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FSDP
 from shardkit._fsdp.plain import as_dtensors
+from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FSDP
 from shardkit.testing import distributed
 
 

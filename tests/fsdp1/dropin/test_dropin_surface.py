@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, _runtime_utils, _traversal_utils
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.distributed.tensor import DTensor
 
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
