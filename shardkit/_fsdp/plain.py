@@ -1,9 +1,9 @@
 """FSDP2's parameters, shown to a program as the plain tensors that FSDP1's were.
 
-While a parameter is sharded, FSDP2 registers a DTensor on its module. FSDP1 showed plain tensors, and
-its programs compute with them: norms by hand and an all-reduce, penalties, averages, ``p.data``. Here
-the module shows a plain ``nn.Parameter`` that shares storage with the DTensor's local tensor. FSDP2
-keeps working with its DTensor and never sees the plain one:
+While a parameter is sharded, FSDP2 registers a DTensor on its module. FSDP1 showed plain tensors,
+and its programs compute with them: norms by hand and an all-reduce, penalties, averages,
+``p.data``. Here the module shows a plain ``nn.Parameter`` that shares storage with the DTensor's
+local tensor. FSDP2 keeps working with its DTensor and never sees the plain one:
 
 - ``_setattr_on_modules`` registers the plain parameter in the place of the DTensor;
 - after a reduction, ``take_gradient`` moves the gradient from the DTensor to the plain parameter;
@@ -44,7 +44,7 @@ class PlainShard(FSDPParam):
     waiting: tuple[Tensor, int] | None
 
     def attach(self, original: nn.Parameter) -> None:
-        """Let the parameter that was sharded become the plain one, so that optimizers may hold it already."""
+        """Let the parameter that was sharded become the plain one; an optimizer may hold it."""
         local = self.sharded_param._local_tensor
         if original.is_meta or local.is_meta or has_own_dispatch(type(original)):
             original = nn.Parameter(local, local.is_floating_point() and original.requires_grad)
@@ -81,8 +81,8 @@ class PlainShard(FSDPParam):
     def flat(self, local: Tensor) -> Tensor:
         """Return a rank's part as FSDP1 showed it: with one dim, unless every rank has all of it.
 
-        A layer that is called outside of the model's forward then fails. With the dims of a shard it
-        would compute with a part of its weights.
+        A layer that is called outside of the model's forward then fails. With the dims of a shard
+        it would compute with a part of its weights.
         """
         return local if self.shard_mesh.size() == 1 else local.reshape(-1)
 
@@ -99,7 +99,7 @@ class PlainShard(FSDPParam):
         super()._setattr_on_modules(param)
 
     def take_gradient(self, sharded: nn.Parameter) -> None:
-        """Called by FSDP2 with the DTensor when its gradient is reduced, in the stream of the reduction."""
+        """Called by FSDP2 when the DTensor's gradient is reduced, in the reduction's stream."""
         if not self.is_shown:
             return
         grad = self.flat(sharded.grad._local_tensor)
@@ -112,7 +112,7 @@ class PlainShard(FSDPParam):
             hook(self.plain)
 
     def reset_sharded_param(self) -> None:
-        """Called by FSDP2 after ``.to()``, after ``load_state_dict()`` and before the first forward."""
+        """Called by FSDP2 after ``.to()`` and ``load_state_dict()``, and before a first forward."""
         if not self.is_shown:
             super().reset_sharded_param()
             return
@@ -142,7 +142,8 @@ class PlainShard(FSDPParam):
             if plain.shape != self.flat(local).shape:
                 raise RuntimeError(
                     f"{self.fqn} has the shape {tuple(plain.shape)}, but this rank's shard has "
-                    f"{tuple(self.flat(local).shape)}. Write full values in FSDP.summon_full_params(model)."
+                    f"{tuple(self.flat(local).shape)}. Write full values in "
+                    "FSDP.summon_full_params(model)."
                 )
             self.copy_in(plain.detach())
         if plain.requires_grad != self.sharded_param.requires_grad:
@@ -151,7 +152,10 @@ class PlainShard(FSDPParam):
 
     @torch.no_grad()
     def copy_in(self, values: Tensor) -> None:
-        """Copy values to a new storage, padded as FSDP2 gathers it; the program may still use the old one."""
+        """Copy values to a new storage, padded as FSDP2 gathers it.
+
+        The program may still use the old one.
+        """
         local = self.sharded_param._local_tensor
         padded = torch.zeros(
             self.padded_sharded_param_size, dtype=local.dtype, device=values.device
@@ -186,10 +190,11 @@ class PlainShard(FSDPParam):
 class PlainUnit(FSDPParamGroup):
     """A unit of plain parameters, in which a gradient that is not reduced yet can be cleared.
 
-    FSDP1 kept such a gradient in ``p.grad``, where ``optimizer.zero_grad()`` drops it. FSDP2 keeps it
-    aside. Here ``p.grad`` is zeros meanwhile, to which the reduced gradient will be added, and a
-    backward begins by dropping what waits for the parameters whose ``p.grad`` is gone or was zeroed.
-    The zeros are negative: scaling them (clipping, ``unscale_``) keeps the sign, ``zero_()`` does not.
+    FSDP1 kept such a gradient in ``p.grad``, where ``optimizer.zero_grad()`` drops it. FSDP2 keeps
+    it aside. Here ``p.grad`` is zeros meanwhile, to which the reduced gradient will be added, and a
+    backward begins by dropping what waits for the parameters whose ``p.grad`` is gone or was
+    zeroed. The zeros are negative: scaling them (clipping, ``unscale_``) keeps the sign,
+    ``zero_()`` does not.
     """
 
     fsdp_params: list[PlainShard]
@@ -240,7 +245,10 @@ class PlainUnit(FSDPParamGroup):
 
 
 def to_plain(module: FSDPModule, originals: Mapping[tuple[int, str], nn.Parameter]) -> None:
-    """Let the parameters of a module that was just sharded be plain; ``show_plain`` shows them. Local."""
+    """Let the parameters of a module that was just sharded be plain.
+
+    ``show_plain`` shows them. Local.
+    """
     for unit in units_of(module._get_fsdp_state()):
         unit.__class__ = PlainUnit
         for param in unit.fsdp_params:
@@ -254,7 +262,8 @@ def show_plain(model: nn.Module) -> None:
         if unit.shows_plain:
             continue
         for param in unit.fsdp_params:
-            # The attributes of a parameter are those of its original, also in FSDP2's other forms of it.
+            # The attributes of a parameter are those of its original, also in FSDP2's other forms
+            # of it.
             vars(param.plain).update(vars(param.sharded_param))
             param.sharded_param.__dict__ = param.plain.__dict__
             param.show()
@@ -301,7 +310,10 @@ def follow(units: Iterable[PlainUnit]) -> None:
 
 @contextmanager
 def as_dtensors(model: nn.Module) -> Iterator[dict[nn.Parameter, PlainShard]]:
-    """In this context modules have FSDP2's DTensors, with gradients; yields them by plain parameter."""
+    """In this context modules have FSDP2's DTensors, with gradients.
+
+    Yields them by plain parameter.
+    """
     units = [unit for unit in plain_units(model) if unit.shows_plain]
     follow(units)
     shards = {}

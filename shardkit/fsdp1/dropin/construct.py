@@ -1,4 +1,6 @@
-"""The constructor of the drop-in: translate the arguments, shard, and put wrappers where FSDP1 had them."""
+"""The constructor of the drop-in: translate the arguments, shard, and put wrappers where FSDP1 had
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 def construct(
     module: nn.Module, given: Arguments, wrap: Callable[[nn.Module, Record], nn.Module]
 ) -> Record:
-    """Shard ``module`` in place, but for what is wrapped below it, and wrap what a policy chooses. Collective.
+    """Shard ``module`` in place, but for what is wrapped below it, and wrap what a policy chooses.
+    Collective.
 
     Args:
         wrap: makes a wrapper around a module that is sharded.
@@ -85,7 +88,9 @@ def construct(
 
 
 def _roots_below(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost wrappers at and below ``module``, which this call makes inner ones, by FQN."""
+    """Return the outermost wrappers at and below ``module``, which this call makes inner ones, by
+    FQN.
+    """
     found: dict[str, nn.Module] = {}
     for fqn, child in module.named_modules():
         if is_wrapper(child) and record_of(child).is_root:
@@ -122,7 +127,10 @@ def _put_wrappers(
     mesh: DeviceMesh,
     wrap: Callable[[nn.Module, Record], nn.Module],
 ) -> None:
-    """Replace each module that the policy chose by its wrapper, wherever it is registered; in place."""
+    """Replace each module that the policy chose by its wrapper, wherever it is registered.
+
+    In place.
+    """
     wrappers: dict[nn.Module, nn.Module] = {}
     for fqn, own in translation.wrapped.items():
         inside = module.get_submodule(fqn)

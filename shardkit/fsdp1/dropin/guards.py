@@ -1,9 +1,11 @@
 """What the drop-in replaces in torch from its first model on, for its own models only.
 
-Static methods such as ``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model)`` look
+Static methods such as ``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model)``
+look
 for modules of torch's class. In a model of ours they find none and do nothing: ``state_dict()`` is
-then of another type than the program asked for. Libraries import torch's class, whatever the program
-imports, and ``torch.distributed.checkpoint`` does. Some private functions return nothing in this way.
+then of another type than the program asked for. Libraries import torch's class, whatever the
+program imports, and ``torch.distributed.checkpoint`` does. Some private functions return nothing in
+this way.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def install(ours: type[nn.Module]) -> None:
     """Replace the functions that this module names. Idempotent.
 
     For a model that contains a module of ``ours``, the drop-in's class, the replacements call the
-    function of the same name of ``ours``, or raise where it is private; for others they call torch's.
+    function of the same name of ``ours``, or raise where it is private; for others they call
+    torch's.
     """
     global _installed
     if _installed:
@@ -77,7 +80,8 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        # FSDP2 calls some from inside of torch, and torch.distributed.checkpoint takes them for FSDP1.
+        # FSDP2 calls some from inside of torch, and torch.distributed.checkpoint takes them for
+        # FSDP1.
         frame: Any = inspect.currentframe()
         caller = frame.f_back.f_globals.get("__name__", "")
         if not caller.startswith("torch.") or caller == checkpoint.__name__:
@@ -91,6 +95,6 @@ def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     raise Unavailable(
-        f"{name} is a private function of torch's FSDP1, for flat parameters and their handles, which "
+        f"{name} is a private function of torch's FSDP1, for flat parameters and handles, which "
         "FSDP2 does not have. Use model.parameters(), or reshard() and unshard() of model.module."
     )

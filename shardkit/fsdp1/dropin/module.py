@@ -70,9 +70,10 @@ class FullyShardedDataParallel(nn.Module):
     says what becomes of each. ``module`` is sharded in place, and each part that the policy chooses
     becomes the ``module`` of a wrapper of its own. Collective.
 
-    Parameters are plain tensors, each rank's part of them, as in FSDP1 with ``use_orig_params=True``:
-    the same objects as before, with the same names. Their shape is that of a shard along dim 0, where
-    FSDP1's was flat. ``use_orig_params=False`` shows them too, and no flat parameter.
+    Parameters are plain tensors with one dim, each rank's part of them, as in FSDP1 with
+    ``use_orig_params=True``: the same objects as before, with the same names. Each is divided by
+    itself, so that ranks have other parts than in FSDP1. ``use_orig_params=False`` shows them too,
+    and no flat parameter.
 
     Raises:
         TranslationError: on every rank, with the model unchanged: FSDP1 would refuse the arguments
@@ -145,7 +146,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @_fsdp.not_compiled
     def _begin(self) -> None:
-        """Before the first forward or ``no_sync``, when no wrapper will come around this one any more."""
+        """Before the first forward or ``no_sync``, when no wrapper will come around this one any
+        more.
+        """
         record, sharded = record_of(self), inner_of(self)
         if record.has_run:
             return
@@ -156,8 +159,9 @@ class FullyShardedDataParallel(nn.Module):
                 _fsdp.initialize(sharded)  # which finds the names of its parameters
         if any(optimizers_in_backward(param) for param in self.parameters()):
             raise Unavailable(
-                "_apply_optimizer_in_backward was called on the parameters, but FSDP2 does not step "
-                "such optimizers, so nothing would train. Step an optimizer after the backward."
+                "_apply_optimizer_in_backward was called on the parameters, but FSDP2 does not "
+                "step such optimizers, so nothing would train. Step an optimizer after the "
+                "backward."
             )
 
     def named_parameters(
@@ -228,8 +232,8 @@ class FullyShardedDataParallel(nn.Module):
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the model's state by the names of the plain model. Collective for FULL_STATE_DICT.
 
-        In the form that ``set_state_dict_type`` chose: FULL_STATE_DICT, the default, gives copies of
-        full tensors on every rank, or with ``rank0_only`` nothing on all but the lowest;
+        In the form that ``set_state_dict_type`` chose: FULL_STATE_DICT, the default, gives copies
+        of full tensors on every rank, or with ``rank0_only`` nothing on all but the lowest;
         SHARDED_STATE_DICT copies of DTensors, and LOCAL_STATE_DICT the DTensors themselves.
         ``load_state_dict`` takes all of them, and FSDP1's ShardedTensors.
         """
@@ -250,14 +254,16 @@ class FullyShardedDataParallel(nn.Module):
     rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call ``fn`` with each module, children first, on full parameters, and keep what it writes."""
+        """Call ``fn`` with each module, children first, on full parameters, and keep what it
+        writes.
+        """
         with state.summon_full_params(self):
             return super().apply(fn)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Raise: FSDP2 has no hook that takes a flat gradient."""
         raise Unavailable(
-            "register_comm_hook is not supported: FSDP2 has no hook that takes a flat gradient. Use "
+            "register_comm_hook is not supported: FSDP2 has no hook for a flat gradient. Use "
             "set_custom_reduce_scatter or set_all_reduce_hook of model.module."
         )
 

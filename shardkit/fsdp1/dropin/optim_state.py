@@ -1,4 +1,5 @@
-"""FSDP1's functions for the state of optimizers: full or sharded, by name, and back to what one loads.
+"""FSDP1's functions for the state of optimizers: full or sharded, by name, and back to what one
+loads.
 
 An optimizer steps this rank's parts. The functions of ``shardkit.state``, and torch's own, work on
 DTensors: they get a stand-in for the optimizer, whose parameters and state are DTensors.
@@ -96,9 +97,10 @@ def optim_state_dict_to_load(
 ) -> dict[str, Any]:
     """Return the same state as ``optim.load_state_dict`` takes it: by number, this rank's parts.
 
-    Local if every rank passes full tensors, as in FSDP1: programs load one rank after another, to save
-    memory. Collective with ``rank0_only=True``, where rank 0 has the dict and others pass ``{}`` or
-    None, and for tensors that are sharded otherwise than the model. The dict is left unchanged.
+    Local if every rank passes full tensors, as in FSDP1: programs load one rank after another, to
+    save memory. Collective with ``rank0_only=True``, where rank 0 has the dict and others pass
+    ``{}`` or None, and for tensors that are sharded otherwise than the model. The dict is left
+    unchanged.
 
     Args:
         optim_state_dict: full tensors, DTensors of any layout, or ShardedTensors.
@@ -108,7 +110,7 @@ def optim_state_dict_to_load(
     """
     if is_named_optimizer:
         raise Unavailable(
-            "is_named_optimizer=True is not supported. Pass the torch.optim.Optimizer that it wraps."
+            "is_named_optimizer=True is not supported. Pass the optimizer that it wraps."
         )
     from_rank0 = getattr(_config_of(model), "rank0_only", False)
     found = _to_load(model, optim, optim_state_dict, from_rank0=from_rank0)
@@ -179,7 +181,9 @@ def _config_of(model: nn.Module) -> OptimStateDictConfig:
 def as_optimizer_of_dtensors(
     optim: Optimizer | None, shards: Mapping[nn.Parameter, PlainShard]
 ) -> Optimizer:
-    """Return an optimizer like ``optim``, or of ``model.parameters()``, whose parameters are DTensors. Local."""
+    """Return an optimizer like ``optim``, or of ``model.parameters()``, whose parameters are
+    DTensors. Local.
+    """
     if optim is None:
         optim = torch.optim.SGD(shards, lr=0.0)
     made: Any = object.__new__(type(optim))
@@ -205,8 +209,8 @@ def _as_dtensor(shard: PlainShard, path: str, value: Tensor) -> Tensor:
         return value
     if value.shape != shard.plain.shape:
         raise ShardkitError(
-            f"The state {path[1:]} of a parameter has the shape {tuple(value.shape)}, but this rank's "
-            f"part of the parameter has {tuple(shard.plain.shape)}: it belongs to this part only, and "
+            f"The state {path[1:]} of {shard.fqn} has the shape {tuple(value.shape)}, but this "
+            f"rank's part of it has {tuple(shard.plain.shape)}: it is of this part only, and "
             "cannot be saved by name. Save optimizer.state_dict() of each rank."
         )
     return as_sharded(value.view(shard.sharded_size), shard.sharded_param)

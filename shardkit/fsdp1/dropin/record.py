@@ -79,14 +79,18 @@ def wrappers_or_refuse(model: nn.Module, name: str) -> list[nn.Module]:
     found = wrappers_of(model)
     if not found and any(isinstance(module, FSDPModule) for module in model.modules()):
         raise TranslationError(
-            f"FSDP.{name} was called on a model that is sharded by shard_model or fully_shard, where "
-            "it would do nothing. Use full_params, full_state_dict or full_optimizer_state_dict."
+            f"FSDP.{name} was called on a model that is sharded by shard_model or fully_shard, "
+            "where it would do nothing. Use full_params, full_state_dict or "
+            "full_optimizer_state_dict."
         )
     return found
 
 
 def without_wrappers(fqn: str) -> str:
-    """Return the FQN before wrapping; the names that checkpoint_wrapper and torch.compile add stay."""
+    """Return the FQN before wrapping.
+
+    The names that checkpoint_wrapper and torch.compile add stay.
+    """
     return ".".join(part for part in fqn.split(".") if part != WRAPPED)
 
 

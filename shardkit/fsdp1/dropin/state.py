@@ -1,6 +1,8 @@
-"""State of wrapped models by the names of the plain model, in FSDP1's types; full parameters for a while.
+"""State of wrapped models by the names of the plain model, in FSDP1's types; full parameters for a
+while.
 
-The functions of ``shardkit.state`` work on FSDP2's DTensors, which ``as_dtensors`` registers for them.
+The functions of ``shardkit.state`` work on FSDP2's DTensors, which ``as_dtensors`` registers for
+them.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings | None:
-    """Set what ``state_dict()`` of the wrappers at and below ``module`` returns, and optimizers' state.
+    """Set what ``state_dict()`` of the wrappers at and below ``module`` returns, and optimizers'
+    state.
 
     Returns the settings before; None where there is no wrapper. Local.
     """
@@ -92,7 +95,10 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Call ``set_state_dict_type`` for this context; an error restores too, unlike in FSDP1. Local."""
+    """Call ``set_state_dict_type`` for this context.
+
+    An error restores too, unlike in FSDP1. Local.
+    """
     records = [record_of(wrapper) for wrapper in wrappers_of(module)]
     before = [record.state_dict_settings for record in records]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -196,10 +202,12 @@ def _before_load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Rename state as ``nn.Module`` looks for it, and give each value the shape of this rank's part.
+    """Rename state as ``nn.Module`` looks for it, and give each value the shape of this rank's
+    part.
 
-    Values may be full, DTensors, or ShardedTensors of FSDP1, whatever ``state_dict_type`` was set to.
-    Collective if values are sharded otherwise than the model; every rank then loads the same names.
+    Values may be full, DTensors, or ShardedTensors of FSDP1, whatever ``state_dict_type`` was set
+    to. Collective if values are sharded otherwise than the model; every rank then loads the same
+    names.
     """
     given = {}
     for name in state_dict:
@@ -217,8 +225,8 @@ def _before_load(
             value = part_of(state_dict.pop(name), tensor)
             if isinstance(tensor, DTensor) and isinstance(value, Tensor):
                 if value.shape != tensor.shape:
-                    shapes = f"{tuple(value.shape)} in the state dict, {tuple(tensor.shape)} in the model"
-                    errors.append(f"size mismatch for {name}: {shapes}.")
+                    found_shape, own_shape = tuple(value.shape), tuple(tensor.shape)
+                    errors.append(f"size mismatch for {name}: {found_shape}, not {own_shape}.")
                     value = tensor
                 value = flat[id(tensor)](local_tensor(value))
                 if metadata.get("assign_to_params_buffers", False):
@@ -232,7 +240,8 @@ def _after_load(wrapper: nn.Module, keys: Any) -> None:
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """Return a full or sharded value with the layout of ``like``; those of another shape as they are.
+    """Return a full or sharded value with the layout of ``like``; those of another shape as they
+    are.
 
     Local where the value is full or sharded alike, and then perhaps a view; otherwise collective.
     """
