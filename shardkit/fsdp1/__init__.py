@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
     __all__ as __all__,
 )  # what a program's star import brings: FSDP1's names, not ours
 
+from shardkit._fsdp.plain import as_dtensors as as_dtensors
 from shardkit.fsdp1.configs import from_config as from_config
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
 from shardkit.fsdp1.translate import shard_like_fsdp1 as shard_like_fsdp1
