@@ -27,7 +27,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Placement
 
-from shardkit._fsdp import not_compiled, slot_of, states_of
+from shardkit._fsdp import (
+    not_compiled,
+    post_accumulate_hooks,
+    set_post_accumulate_hooks,
+    slot_of,
+    states_of,
+)
 from shardkit._fsdp.fsdp1 import has_gradient
 from shardkit._fsdp.states import drop_unreduced_gradients
 from shardkit._torch import has_own_dispatch, units_of
@@ -36,6 +42,7 @@ from shardkit._torch import has_own_dispatch, units_of
 class PlainShard(FSDPParam):
     """A parameter whose modules show a plain tensor while it is sharded."""
 
+    sharded_param: Any  # FSDP2's DTensor
     plain: nn.Parameter
     is_shown: bool  # False: the modules have the DTensor, as fully_shard leaves them
     has_changed: bool  # in dtype or requires_grad, which the unit has to know before a forward
@@ -47,7 +54,7 @@ class PlainShard(FSDPParam):
         """Let the parameter that was sharded become the plain one; an optimizer may hold it."""
         local = self.sharded_param._local_tensor
         if original.is_meta or local.is_meta or has_own_dispatch(type(original)):
-            original = nn.Parameter(local, local.is_floating_point() and original.requires_grad)
+            original = self.instead_of(original)
         original.data = self.flat(local)
         original.grad = None
         self.plain = original
@@ -55,14 +62,26 @@ class PlainShard(FSDPParam):
         self.has_changed = False
         self.version = 0
         self.waiting = None
-        # Not by its method, which refuses frozen parameters; the original has the program's own.
-        self.sharded_param._post_accumulate_grad_hooks = {0: self.take_gradient}
+
+    def instead_of(self, plain: nn.Parameter) -> nn.Parameter:
+        """Return another plain parameter with the hooks of ``plain``, which cannot be used."""
+        local = self.sharded_param._local_tensor
+        made = nn.Parameter(local, local.is_floating_point() and plain.requires_grad)
+        hooks = post_accumulate_hooks(plain)
+        if hooks:
+            set_post_accumulate_hooks(made, hooks)
+        return made
 
     def show(self) -> None:
         """Register the plain parameter, with what the DTensor has."""
         sharded = self.sharded_param
         if self.plain.is_meta and not sharded.is_meta:  # the model was materialized after sharding
-            self.plain = nn.Parameter(sharded._local_tensor, sharded.requires_grad)
+            self.plain = self.instead_of(self.plain)
+        # One dict of attributes for all forms of a parameter.
+        vars(self.plain).update(vars(sharded))
+        sharded.__dict__ = self.plain.__dict__
+        # Not by the method, which refuses frozen parameters. The program's own are the plain one's.
+        set_post_accumulate_hooks(sharded, {0: self.take_gradient})
         self.plain.data = self.flat(sharded._local_tensor)
         self.plain.grad = None if sharded.grad is None else self.flat(sharded.grad._local_tensor)
         sharded.grad = None
@@ -72,9 +91,7 @@ class PlainShard(FSDPParam):
     def hide(self) -> None:
         """Register the DTensor, with what the plain parameter has."""
         if self.plain.grad is not None:
-            self.sharded_param.grad = self.to_sharded_dtensor(
-                self.plain.grad.view(self.sharded_size)
-            )
+            self.sharded_param.grad = self.to_sharded_dtensor(self.plain.grad.view(self.sharded_size))
         self.is_shown = False
         self._setattr_on_modules(self.sharded_param)
 
@@ -98,7 +115,7 @@ class PlainShard(FSDPParam):
             param = self.plain
         super()._setattr_on_modules(param)
 
-    def take_gradient(self, sharded: nn.Parameter) -> None:
+    def take_gradient(self, sharded: Any) -> None:
         """Called by FSDP2 when the DTensor's gradient is reduced, in the reduction's stream."""
         if not self.is_shown:
             return
@@ -108,13 +125,13 @@ class PlainShard(FSDPParam):
             self.plain.grad = grad
         else:
             self.plain.grad += grad
-        for hook in (self.plain._post_accumulate_grad_hooks or {}).values():
+        for hook in (post_accumulate_hooks(self.plain) or {}).values():
             hook(self.plain)
 
     def reset_sharded_param(self) -> None:
         """Called by FSDP2 after ``.to()`` and ``load_state_dict()``, and before a first forward."""
         if not self.is_shown:
-            super().reset_sharded_param()
+            super().reset_sharded_param()  # type: ignore[no-untyped-call]
             return
         self.find_registered()
         if self.plain.dtype == self.sharded_param.dtype:
@@ -157,15 +174,11 @@ class PlainShard(FSDPParam):
         The program may still use the old one.
         """
         local = self.sharded_param._local_tensor
-        padded = torch.zeros(
-            self.padded_sharded_param_size, dtype=local.dtype, device=values.device
-        )
+        padded = torch.zeros(self.padded_sharded_param_size, dtype=local.dtype, device=values.device)
         if self.pin_memory:
             padded = padded.pin_memory()
         dim = self.fsdp_placement.dim
-        local = (
-            padded.narrow(dim, 0, local.size(dim)) if local.numel() else padded.narrow(dim, 0, 0)
-        )
+        local = padded.narrow(dim, 0, local.size(dim)) if local.numel() else padded.narrow(dim, 0, 0)
         local.copy_(values.view(self.sharded_size))
         self._sharded_param_data = padded.view(-1)
         self.sharded_param._local_tensor = local
@@ -177,7 +190,7 @@ class PlainShard(FSDPParam):
             raise RuntimeError(f"{self.fqn} cannot be converted while its gradient waits.")
         old = self.sharded_param
         self.sharded_param = nn.Parameter(old.detach().to(self.plain.dtype), old.requires_grad)
-        self.sharded_param._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+        set_post_accumulate_hooks(self.sharded_param, {0: self.take_gradient})
         self.sharded_param.__dict__ = self.plain.__dict__
         self._sharding_spec = self.sharded_param._spec
         self.has_changed = True
@@ -197,7 +210,7 @@ class PlainUnit(FSDPParamGroup):
     ``zero_()`` does not.
     """
 
-    fsdp_params: list[PlainShard]
+    fsdp_params: list[PlainShard]  # type: ignore[assignment]
 
     @property
     def shows_plain(self) -> bool:
@@ -215,7 +228,7 @@ class PlainUnit(FSDPParamGroup):
         super().post_backward()
 
     def finalize_backward(self) -> None:
-        super().finalize_backward()
+        super().finalize_backward()  # type: ignore[no-untyped-call]
         for param in self.fsdp_params:
             if has_gradient(param):
                 if param.plain.grad is None:
@@ -224,6 +237,7 @@ class PlainUnit(FSDPParamGroup):
 
     def drop_cleared(self) -> None:
         is_zeroed = False
+        unit: Any = self
         empty = []
         for param in self.fsdp_params:
             if param.waiting is None:
@@ -231,14 +245,14 @@ class PlainUnit(FSDPParamGroup):
             (grad, version), param.waiting = param.waiting, None
             now = param.plain.grad
             if now is not grad:
-                drop_unreduced_gradients(self, [param])
+                drop_unreduced_gradients(unit, [param])
             elif now._version != version and not now.numel():
                 empty.append(param)  # nothing to see: as the other parameters of the unit
             elif now._version != version and not (now.any() or now.signbit().any()):
-                drop_unreduced_gradients(self, [param])
+                drop_unreduced_gradients(unit, [param])
                 is_zeroed = True
         if is_zeroed:
-            drop_unreduced_gradients(self, empty)
+            drop_unreduced_gradients(unit, empty)
 
 
 # ---- for the drop-in
@@ -262,10 +276,6 @@ def show_plain(model: nn.Module) -> None:
         if unit.shows_plain:
             continue
         for param in unit.fsdp_params:
-            # The attributes of a parameter are those of its original, also in FSDP2's other forms
-            # of it.
-            vars(param.plain).update(vars(param.sharded_param))
-            param.sharded_param.__dict__ = param.plain.__dict__
             param.show()
 
 
@@ -309,14 +319,14 @@ def follow(units: Iterable[PlainUnit]) -> None:
 
 
 @contextmanager
-def as_dtensors(model: nn.Module) -> Iterator[dict[nn.Parameter, PlainShard]]:
+def as_dtensors(model: nn.Module) -> Iterator[dict[Tensor, PlainShard]]:
     """In this context modules have FSDP2's DTensors, with gradients.
 
     Yields them by plain parameter.
     """
     units = [unit for unit in plain_units(model) if unit.shows_plain]
     follow(units)
-    shards = {}
+    shards: dict[Tensor, PlainShard] = {}
     for unit in units:
         unit.reshard()
         for param in unit.fsdp_params:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict as checkpoint_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch
@@ -84,7 +85,7 @@ def _owners() -> Iterator[Any]:
     yield from (fsdp.wrap.ModuleWrapPolicy({nn.Linear}), torch.distributed.ProcessGroup, torch.distributed)
     yield from (torch, torch._C, torch._C._distributed_c10d.Backend.Options, torch._compile, torch.utils)
     yield from (nn.init, clip_grad, _python_dispatch, torch.distributed.distributed_c10d)
-    yield torch.distributed._state_dict_utils
+    yield from (torch.distributed._state_dict_utils, checkpoint_state)
 
 
 def main() -> int:

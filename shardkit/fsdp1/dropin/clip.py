@@ -24,8 +24,7 @@ def clip_grad_norm_(wrapper: nn.Module, max_norm: float, p: float) -> Tensor:
         for param in unit.fsdp_params:
             if has_gradient(param):
                 raise ShardkitError(
-                    f"{param.fqn} has a gradient that is not reduced yet. Clip after a backward "
-                    "outside of no_sync()."
+                    f"{param.fqn} has a gradient that is not reduced yet. Clip after a backward outside of no_sync()."
                 )
             sharded.setdefault(layout_of(param), []).append(param.plain)
             others.pop(param.plain, None)
@@ -45,7 +44,7 @@ def clip_grad_norm_(wrapper: nn.Module, max_norm: float, p: float) -> Tensor:
         norms.append(norm)
     # The gradients of parameters that are not sharded are taken to be equal on all ranks.
     norms.append(_norm(others, p, norms[0].device if norms else torch.device("cpu")))
-    total = torch.linalg.vector_norm(torch.stack(norms), p)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
 
     params = [param for group in sharded.values() for param in group] + list(others)
     dtypes = [param.grad.dtype for param in params if param.grad is not None]

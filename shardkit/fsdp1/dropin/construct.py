@@ -37,9 +37,7 @@ QUIET = "SHARDKIT_FSDP1_QUIET"
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
-def construct(
-    module: nn.Module, given: Arguments, wrap: Callable[[nn.Module, Record], nn.Module]
-) -> Record:
+def construct(module: nn.Module, given: Arguments, wrap: Callable[[nn.Module, Record], nn.Module]) -> Record:
     """Shard ``module`` in place, but for what is wrapped below it, and wrap what a policy chooses.
     Collective.
 
@@ -108,9 +106,7 @@ def _no_longer_root(wrapper: nn.Module, casts: bool = False) -> None:
         set_cast_forward_inputs(sharded, casts or casts_inputs(record.precision, False))
 
 
-def _cast_buffers(
-    module: nn.Module, translation: Translation, record: Record, inner: list[str]
-) -> None:
+def _cast_buffers(module: nn.Module, translation: Translation, record: Record, inner: list[str]) -> None:
     """Cast the buffers that no inner call has cast, and remember their dtypes for state dicts."""
     dtypes = {}
     for name, dtype in translation.buffer_dtypes.items():
@@ -136,9 +132,7 @@ def _put_wrappers(
         inside = module.get_submodule(fqn)
         arguments = replace(given, auto_wrap_policy=None, **own)
         precision = _precision(arguments)
-        if given.mixed_precision and isinstance(
-            inside, full_precision_classes(given.mixed_precision)
-        ):
+        if given.mixed_precision and isinstance(inside, full_precision_classes(given.mixed_precision)):
             precision = MixedPrecision()
         wrappers[inside] = wrap(inside, Record(arguments, mesh, is_root=False, precision=precision))
     for parent in list(module.modules()):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -115,9 +116,7 @@ def state_dict_type(
 def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> Any:
     """Return the state of a wrapped model by its settings, in ``destination`` if given."""
     if wants_live():
-        return nn.Module.state_dict(
-            wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
+        return nn.Module.state_dict(wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars)
     with as_dtensors(wrapper):
         found = _by_settings(wrapper)
     _restore_buffer_dtypes(wrapper, found)
@@ -158,10 +157,9 @@ def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
     found = sharded_state_dict(wrapper)
     if kind is StateDictType.LOCAL_STATE_DICT and not record.summoned:
         return found
-    device = torch.device("cpu") if config.offload_to_cpu else None
     for name, value in found.items():
         if isinstance(value, Tensor) and not is_extra(name):
-            found[name] = copied(value, device)
+            found[name] = copied(value, torch.device("cpu") if config.offload_to_cpu else None)
     return found
 
 
@@ -219,11 +217,12 @@ def _before_load(
         flat = {id(shard.sharded_param): shard.flat for shard in shards.values()}
         live = nn.Module.state_dict(wrapper, keep_vars=True)
         for found, tensor in live.items():  # in the model's order, which is the same on all ranks
-            name = given.get(clean_name(found))
-            if name is None:
+            clean = clean_name(found)
+            if clean not in given:
                 continue
+            name = given[clean]
             value = part_of(state_dict.pop(name), tensor)
-            if isinstance(tensor, DTensor) and isinstance(value, Tensor):
+            if id(tensor) in flat and isinstance(value, Tensor):
                 if value.shape != tensor.shape:
                     found_shape, own_shape = tuple(value.shape), tuple(tensor.shape)
                     errors.append(f"size mismatch for {name}: {found_shape}, not {own_shape}.")
@@ -301,7 +300,7 @@ def summon_full_params(
     if not rank0_only and all(each.strategy is ShardingStrategy.NO_SHARD for each in records):
         writeback = True
     inner: Any = inner_of(wrappers[0])
-    if not recurse and isinstance(inner, _fsdp.FSDPModule):
+    if not recurse and isinstance(inner, FSDPModule):
         _fsdp.initialize(inner)  # as a root: units inside it then gather themselves as parts of it
     for record in records:
         record.summoned = True

@@ -154,3 +154,23 @@ def test_conversions_and_a_write_after_a_forward_alone():
         for param in (*model.parameters(), *plain.parameters()):
             param.mul_(2)
     torch.testing.assert_close(model(inputs(0).double()), plain(inputs(0).double()))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_hooks_and_attributes_from_before_the_wrap_stay():
+    model, calls = net(), []
+    for name, param in model.named_parameters():
+        param.fqn = name
+        param.register_post_accumulate_grad_hook(lambda param: calls.append((param.fqn, param.grad.numel())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = FSDP(model, use_orig_params=True)
+    before = [param.detach().clone() for param in model.parameters()]
+    for step in range(2):
+        calls.clear()
+        optimizer.zero_grad()
+        model(inputs(step)).sum().backward()
+        assert sorted(calls) == sorted((param.fqn, param.numel()) for param in model.parameters())
+        optimizer.step()
+        assert FSDP.optim_state_dict(model, optimizer)["param_groups"]  # shows DTensors meanwhile
+    for old, param in zip(before, model.parameters(), strict=True):
+        assert not param.numel() or not torch.equal(old, param)

@@ -88,8 +88,8 @@ def test_what_is_not_supported_says_what_to_use():
     model = Parent()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     calls = {
-        "rekey_optim_state_dict is not supported.*optim_state_dict_to_load": lambda: (
-            FSDP.rekey_optim_state_dict({}, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
+        "rekey_optim_state_dict is not supported.*optim_state_dict_to_load": lambda: FSDP.rekey_optim_state_dict(
+            {}, OptimStateKeyType.PARAM_NAME, model, optim=optimizer
         ),
         "optim_input is not supported.*pass optim": lambda: FSDP.full_optim_state_dict(
             model, optimizer, optim_input=model.parameters()
@@ -193,6 +193,7 @@ def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
 
 def as_held(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
     """Full state in the kinds of tensors that a sharded optimizer has: DTensors where the parameter is one."""
+
     def held(like: Any, value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim and isinstance(like, DTensor):
             return distribute_tensor(value, like.device_mesh, like.placements)
@@ -200,7 +201,10 @@ def as_held(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
 
     with as_dtensors(model):
         likes = {clean_name(name): param for name, param in nn.Module.named_parameters(model)}
-        return {fqn: {key: held(likes[fqn], value) for key, value in entry.items()} for fqn, entry in sorted(full.items())}
+        made = {}
+        for fqn, entry in sorted(full.items()):
+            made[fqn] = {key: held(likes[fqn], value) for key, value in entry.items()}
+        return made
 
 
 @distributed(world_size=2, backend="gloo")

@@ -92,8 +92,7 @@ def test_get_and_set_state_dict_of_torch_checkpoint():
         dsd.set_state_dict(model, fresh, **arguments)
         assert is_same(model.state_dict(), source.state_dict())
         moments = [
-            [each.state[param]["exp_avg"] for param in each.param_groups[0]["params"]]
-            for each in (optimizer, fresh)
+            [each.state[param]["exp_avg"] for param in each.param_groups[0]["params"]] for each in (optimizer, fresh)
         ]
         assert any(moment.any() for moment in moments[0])
         assert all(map(torch.equal, *moments))
@@ -140,4 +139,3 @@ def test_shardkits_own_functions_take_wrapped_models(tmp_path: Path):
     with as_dtensors(model):
         shardkit.load_checkpoint(tmp_path / "saved", model)
     assert is_same(model.state_dict(), wanted)
-
