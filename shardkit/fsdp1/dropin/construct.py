@@ -127,13 +127,12 @@ def _put_wrappers(
 
     In place.
     """
+    apart = full_precision_classes(given.mixed_precision)
     wrappers: dict[nn.Module, nn.Module] = {}
     for fqn, own in translation.wrapped.items():
         inside = module.get_submodule(fqn)
         arguments = replace(given, auto_wrap_policy=None, **own)
-        precision = _precision(arguments)
-        if given.mixed_precision and isinstance(inside, full_precision_classes(given.mixed_precision)):
-            precision = MixedPrecision()
+        precision = MixedPrecision() if isinstance(inside, apart) else _precision(arguments)
         wrappers[inside] = wrap(inside, Record(arguments, mesh, is_root=False, precision=precision))
     for parent in list(module.modules()):
         if is_wrapper(parent):
