@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,7 @@ class PlainShard(FSDPParam):
     version: int  # of the plain parameter at the last forward
     # p.grad and its version at the end of a backward that left a gradient unreduced
     waiting: tuple[Tensor, int] | None
+    own_hooks: dict[int, Any]  # of the DTensor; the program's are the plain parameter's
 
     def attach(self, original: nn.Parameter) -> None:
         """Let the parameter that was sharded become the plain one; an optimizer may hold it."""
@@ -62,6 +65,8 @@ class PlainShard(FSDPParam):
         self.has_changed = False
         self.version = 0
         self.waiting = None
+        # Weak, because torch does not let Python's collector see a hook: the model would stay.
+        self.own_hooks = {0: partial(_take_gradient, ref(self))}
 
     def instead_of(self, plain: nn.Parameter) -> nn.Parameter:
         """Return another plain parameter with the hooks of ``plain``, which cannot be used."""
@@ -80,8 +85,12 @@ class PlainShard(FSDPParam):
         # One dict of attributes for all forms of a parameter.
         vars(self.plain).update(vars(sharded))
         sharded.__dict__ = self.plain.__dict__
-        # Not by the method, which refuses frozen parameters. The program's own are the plain one's.
-        set_post_accumulate_hooks(sharded, {0: self.take_gradient})
+        # Hooks are set, not registered, which torch refuses for frozen parameters.
+        hooks = post_accumulate_hooks(sharded)
+        if hooks is not self.own_hooks:
+            if hooks:  # the program's, from before the model was sharded
+                set_post_accumulate_hooks(self.plain, hooks)
+            set_post_accumulate_hooks(sharded, self.own_hooks)
         self.plain.data = self.flat(sharded._local_tensor)
         self.plain.grad = None if sharded.grad is None else self.flat(sharded.grad._local_tensor)
         sharded.grad = None
@@ -190,7 +199,7 @@ class PlainShard(FSDPParam):
             raise RuntimeError(f"{self.fqn} cannot be converted while its gradient waits.")
         old = self.sharded_param
         self.sharded_param = nn.Parameter(old.detach().to(self.plain.dtype), old.requires_grad)
-        set_post_accumulate_hooks(self.sharded_param, {0: self.take_gradient})
+        set_post_accumulate_hooks(self.sharded_param, self.own_hooks)
         self.sharded_param.__dict__ = self.plain.__dict__
         self._sharding_spec = self.sharded_param._spec
         self.has_changed = True
@@ -198,6 +207,12 @@ class PlainShard(FSDPParam):
             del self._unsharded_param
             self.all_gather_outputs = []
         self.copy_in(self.plain.detach())
+
+
+def _take_gradient(param: ref[PlainShard], sharded: nn.Parameter) -> None:
+    found = param()
+    if found is not None:
+        found.take_gradient(sharded)
 
 
 class PlainUnit(FSDPParamGroup):

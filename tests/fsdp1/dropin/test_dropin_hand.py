@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardkit import ShardkitError, TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.testing import distributed
+from shardkit.testing import distributed, fake_world
 
 BF16 = torch.bfloat16
 
@@ -156,14 +159,25 @@ def test_conversions_and_a_write_after_a_forward_alone():
     torch.testing.assert_close(model(inputs(0).double()), plain(inputs(0).double()))
 
 
+def filled(module):
+    module.to_empty(device="cpu", recurse=False)
+    for param in module.parameters(recurse=False):
+        nn.init.constant_(param, 0.1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @distributed(world_size=2, backend="gloo")
-def test_hooks_and_attributes_from_before_the_wrap_stay():
-    model, calls = net(), []
+def test_hooks_and_attributes_from_before_the_wrap_stay(device):
+    calls = []
+    with torch.device(device):
+        model = net()
     for name, param in model.named_parameters():
         param.fqn = name
         param.register_post_accumulate_grad_hook(lambda param: calls.append((param.fqn, param.grad.numel())))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = FSDP(model, use_orig_params=True)
+    model = FSDP(model, use_orig_params=True, param_init_fn=filled if device == "meta" else None)
+    if device == "meta":  # which gets other parameters
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [param.detach().clone() for param in model.parameters()]
     for step in range(2):
         calls.clear()
@@ -174,3 +188,20 @@ def test_hooks_and_attributes_from_before_the_wrap_stay():
         assert FSDP.optim_state_dict(model, optimizer)["param_groups"]  # shows DTensors meanwhile
     for old, param in zip(before, model.parameters(), strict=True):
         assert not param.numel() or not torch.equal(old, param)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_model_that_nothing_holds_is_freed(is_trained):
+    with fake_world(2):
+        model = FSDP(net(), use_orig_params=True)
+        if is_trained:
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(inputs(0)).sum().backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            FSDP.optim_state_dict(model, optimizer)
+            del optimizer
+        held = [weakref.ref(each) for each in (model, model.module, *model.parameters())]
+        del model
+        gc.collect()
+        assert not [each() for each in held if each() is not None]
