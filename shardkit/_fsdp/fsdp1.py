@@ -12,12 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 
-# torch.nn.utils.get_total_norm to clip_grad_norm_ beside it (torch 2.13 to 2.15).
-TOTAL_NORM = "_get_total_norm"
+# What torch.distributed.checkpoint.state_dict asks for each of FSDP1's modules: None where it is none (torch 2.13).
+STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 
 # The base class of FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) and its method have
 # no public names (torch 2.11 to 2.13). A callable policy is called as documented.
@@ -59,16 +58,6 @@ def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
     The field is documented, and its name starts with an underscore (torch 2.11 to 2.13).
     """
     return tuple(mixed_precision._module_classes_to_ignore) if mixed_precision else ()
-
-
-def set_local(param: Tensor, like: DTensor, local: Tensor) -> None:
-    """Let a sharded parameter have another local tensor, and the dtype of ``like``. Local, in place.
-
-    torch's ``param.data = like`` changes the dtype that autograd sees and neither of the other two (torch 2.13).
-    """
-    found: Any = param
-    Tensor.data.__set__(found, like)  # type: ignore[attr-defined]
-    found._local_tensor, found._spec = local, like._spec
 
 
 @contextmanager

@@ -73,6 +73,11 @@ def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Par
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         for unit in units_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+            if getattr(unit, "shows_plain", False):
+                raise ShardkitError(
+                    "The model is wrapped by FullyShardedDataParallel, whose parameters are plain tensors, each rank's "
+                    "part. Use its own methods, or shardkit.fsdp1.as_dtensors(model) around functions of shardkit."
+                )
             for fsdp_param in () if unit.is_sharded else unit.fsdp_params:
                 info = fsdp_param._module_info
                 sharded[getattr(info.module, info.param_name)] = fsdp_param.sharded_param

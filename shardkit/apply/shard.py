@@ -107,11 +107,13 @@ def carry_out(
     plan: ShardingPlan,
     mesh: DeviceMesh,
     before: Callable[[ShardUnit], object] | None = None,
+    after: Callable[[ShardUnit, dict[str, nn.Parameter]], object] | None = None,
 ) -> None:
     """Shard ``model`` as ``plan`` says, checked and the same on all ranks. Collective; in place.
 
     ``before`` is called with each unit right before it is sharded; it is collective, and may replace
-    its parameters. Raises PlanError on every rank where torch could not shard the model on one of
+    its parameters. ``after`` is called right after, with the parameters by FQN that were sharded; it
+    is local. Raises PlanError on every rank where torch could not shard the model on one of
     them. It has to be built again.
     """
     meshes = unit_meshes(mesh, plan)
@@ -127,7 +129,11 @@ def carry_out(
                 _begin(model, plan)
             ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
             for unit in units:
+                originals = {fqn: model.get_parameter(fqn) for fqn in unit.params} if after is not None else {}
                 _shard_unit(model, owners, unit, meshes[unit.mesh], ignored)
+                if after is not None:
+                    after(unit, originals)
+                del originals  # or they would keep the full parameters
                 if plan.mesh.parts(unit.mesh) > 1:
                     from shardkit.runtime.means import divide_further
 

@@ -1,8 +1,8 @@
-"""From FSDP1 to FSDP2: arguments, configuration files and source code, translated, and a drop-in for its class.
+"""From FSDP1 to FSDP2: arguments and configuration files, translated, and a drop-in for its class.
 
 Every public name of ``torch.distributed.fsdp`` is found here too, and those of its modules ``wrap``, ``api``,
 ``fully_sharded_data_parallel`` and ``sharded_grad_scaler`` in the modules of the same name. All but
-``FullyShardedDataParallel`` and ``ShardedGradScaler`` are torch's own objects. Private modules stay torch's.
+``FullyShardedDataParallel`` are torch's own objects, and private modules stay torch's. ``as_dtensors`` is ours.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
     __all__ as __all__,
 )  # what a program's star import brings: FSDP1's names, not ours
 
+from shardkit._fsdp.plain import as_dtensors as as_dtensors
 from shardkit.fsdp1.configs import from_config as from_config
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
 from shardkit.fsdp1.translate import shard_like_fsdp1 as shard_like_fsdp1

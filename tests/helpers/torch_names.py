@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict as checkpoint_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch
@@ -30,7 +31,9 @@ FOLDERS = ("_torch", "_fsdp")  # the only ones that may use private names
 PLAIN = (
     "modules", "fsdp_params", "device", "mesh_info", "mp_policy", "post_forward_mesh_info",
     "reshard_after_backward", "reduce_grads", "all_reduce_grads", "gradient_divide_factor", "post_backward",
-    "finalize_backward", "sharded_param", "reset_sharded_param", "all_gather_outputs",
+    "finalize_backward", "sharded_param", "reset_sharded_param", "all_gather_outputs", "pre_backward", "is_unsharded",
+    "sharded_state", "sharded_size", "padded_sharded_param_size", "fsdp_placement", "shard_mesh", "pin_memory",
+    "to_sharded_dtensor",
 )  # fmt: skip
 LATER = {"_fsdp_param_groups": (2, 12), "_partial_reduce_output_layout": (2, 15)}  # the first torch that has them
 # Marks that one side sets for the other, Python's own, a package that is only named for import, and a group that
@@ -40,6 +43,7 @@ NOT_TORCHS = {
     "_wrapped_by_lr_sched", "_process_group", "_registered",
 }  # fmt: skip
 OURS = {"self", "_fsdp", "watch", "hold"}
+SUBCLASSES = ("plain.py",)  # of FSDP2's classes, so that ``self`` has torch's names there
 
 
 def used() -> dict[str, set[str]]:
@@ -48,15 +52,15 @@ def used() -> dict[str, set[str]]:
     for path in (path for folder in FOLDERS for path in sorted((SOURCE / folder).glob("*.py"))):
         for top in ast.parse(path.read_text()).body:
             place = f"{path.relative_to(SOURCE)}: {getattr(top, 'name', 'imports')}"
-            for name in _names(top):
+            for name in _names(top, OURS - {"self"} if path.name in SUBCLASSES else OURS):
                 if re.fullmatch(r"_[a-z]\w*", name) and name not in NOT_TORCHS:
                     found[name].add(place)
     return dict(found)
 
 
-def _names(top: ast.stmt) -> Iterator[str]:
+def _names(top: ast.stmt, ours: set[str]) -> Iterator[str]:
     for node in ast.walk(top):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in OURS:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ours:
             yield node.attr
         elif isinstance(node, ast.ImportFrom) and "._" in (node.module or ""):
             yield from (alias.name for alias in node.names)
@@ -84,7 +88,7 @@ def _owners() -> Iterator[Any]:
     yield from (fsdp.wrap.ModuleWrapPolicy({nn.Linear}), torch.distributed.ProcessGroup, torch.distributed)
     yield from (torch, torch._C, torch._C._distributed_c10d.Backend.Options, torch._compile, torch.utils)
     yield from (nn.init, clip_grad, _python_dispatch, torch.distributed.distributed_c10d)
-    yield torch.distributed._state_dict_utils
+    yield from (torch.distributed._state_dict_utils, checkpoint_state)
 
 
 def main() -> int:

@@ -1,8 +1,11 @@
-"""A call of the drop-in's class: shard the module in place by FSDP1's arguments."""
+"""The constructor of the drop-in: translate the arguments, shard, and put wrappers where FSDP1 had
+them.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 
 from shardkit._fsdp.fsdp1 import full_precision_classes, set_cast_forward_inputs
+from shardkit._fsdp.plain import as_dtensors, show_plain, to_plain
 from shardkit.apply.mesh import build_mesh, ensure_process_group
-from shardkit.fsdp1.dropin import optimizers
-from shardkit.fsdp1.dropin.record import Record, is_wrapped, record_of
+from shardkit.fsdp1.dropin.record import Record, inner_of, is_wrapper, record_of
 from shardkit.fsdp1.translate import casts_inputs, translate
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation, cast_buffers, mesh_for, shard_translated
-from shardkit.fsdp1.translate.strategy import HYBRID, RESHARDING, groups_to_agree, parse_strategy
-from shardkit.plan import MeshSpec
+from shardkit.fsdp1.translate.strategy import (
+    HYBRID,
+    RESHARDING,
+    groups_to_agree,
+    parse_strategy,
+)
+from shardkit.plan import MeshSpec, ShardUnit
 from shardkit.ranks import warn_once
 from shardkit.runtime.hooks import install_hooks
 
@@ -29,78 +37,113 @@ QUIET = "SHARDKIT_FSDP1_QUIET"
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
-def construct(module: nn.Module, given: Arguments) -> dict[nn.Module, Record]:
-    """Shard ``module`` in place, but for what is wrapped below it already. Collective.
+def construct(module: nn.Module, given: Arguments, wrap: Callable[[nn.Module, Record], nn.Module]) -> Record:
+    """Shard ``module`` in place, but for what is wrapped below it, and wrap what a policy chooses.
+    Collective.
+
+    Args:
+        wrap: makes a wrapper around a module that is sharded.
 
     Returns:
-        the record of each module that FSDP1 would have wrapped, ``module`` last.
+        The record for the wrapper of ``module`` itself.
     """
     ensure_process_group()
     given = _with_node(given)
-    inner = _outermost_wrapped(module)
-    if next(module.parameters(), None) is None:  # FSDP1 allows it
+    inner = _roots_below(module)
+    if is_wrapper(module) or next(module.parameters(), None) is None:  # FSDP1 allows both
         mesh = build_mesh(MeshSpec.sharded(dist.get_world_size()))
-        return {module: Record(given, mesh, True, given.mixed_precision or MixedPrecision())}
+        for wrapper in inner.values():
+            _no_longer_root(wrapper, casts=_precision(given).cast_root_forward_inputs)
+        return Record(given, mesh, is_root=True, precision=_precision(given))
 
-    before = dict(module.named_parameters(remove_duplicate=False))
-    groups = groups_to_agree(given.process_group, given.device_mesh)
-    translation, mesh = shard_translated(
-        module, lambda: translate(module, given, list(inner)), groups, _shared_mesh, any_start=True
-    )
-    optimizers.remember(before, module)
-    records = _records(module, given, translation, mesh)
-    for wrapped in inner.values():
-        _no_longer_root(wrapped)
-    _cast_buffers(module, translation, records[module], inner)
+    def after(unit: ShardUnit, originals: dict[str, nn.Parameter]) -> None:
+        sharded: Any = module.get_submodule(unit.modules[0])
+        slots = {}
+        for fqn, original in originals.items():
+            owner, _, name = fqn.rpartition(".")
+            slots[id(module.get_submodule(owner)), name] = original
+        to_plain(sharded, slots)
+
+    with as_dtensors(module):  # what is wrapped below; its shards differ between ranks
+        translation, mesh = shard_translated(
+            module,
+            lambda: translate(module, given, list(inner)),
+            groups_to_agree(given.process_group, given.device_mesh),
+            _shared_mesh,
+            any_start=True,
+            after=after,
+        )
+    show_plain(module)
+    for wrapper in inner.values():
+        _no_longer_root(wrapper)
+    record = Record(given, mesh, is_root=True, precision=_precision(given))
+    _cast_buffers(module, translation, record, list(inner))
+    _put_wrappers(module, given, translation, mesh, wrap)
     if isinstance(module, FSDPModule):
         install_hooks(module)
     _say_what_differs(given, translation)
-    return records
+    return record
 
 
-def _outermost_wrapped(module: nn.Module) -> dict[str, nn.Module]:
+def _roots_below(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost wrappers at and below ``module``, which this call makes inner ones, by
+    FQN.
+    """
     found: dict[str, nn.Module] = {}
     for fqn, child in module.named_modules():
-        if is_wrapped(child) and record_of(child).is_root:
+        if is_wrapper(child) and record_of(child).is_root:
             found[fqn] = child
     return found
 
 
-def _records(
-    module: nn.Module, given: Arguments, translation: Translation, mesh: DeviceMesh
-) -> dict[nn.Module, Record]:
+def _no_longer_root(wrapper: nn.Module, casts: bool = False) -> None:
+    """FSDP1's root stays gathered after forward and has its own setting for casting inputs."""
+    record, sharded = record_of(wrapper), inner_of(wrapper)
+    record.is_root = False
+    if isinstance(sharded, FSDPModule):
+        reshards = parse_strategy(record.given.sharding_strategy).name in RESHARDING
+        sharded.set_reshard_after_forward(reshards, recurse=False)
+        set_cast_forward_inputs(sharded, casts or casts_inputs(record.precision, False))
+
+
+def _cast_buffers(module: nn.Module, translation: Translation, record: Record, inner: list[str]) -> None:
+    """Cast the buffers that no inner call has cast, and remember their dtypes for state dicts."""
+    dtypes = {}
+    for name, dtype in translation.buffer_dtypes.items():
+        if not any(name.startswith(f"{fqn}.") for fqn in inner):
+            dtypes[name] = dtype
+            record.buffer_dtypes[name] = module.get_buffer(name).dtype
+    cast_buffers(module, replace(translation, buffer_dtypes=dtypes))
+
+
+def _put_wrappers(
+    module: nn.Module,
+    given: Arguments,
+    translation: Translation,
+    mesh: DeviceMesh,
+    wrap: Callable[[nn.Module, Record], nn.Module],
+) -> None:
+    """Replace each module that the policy chose by its wrapper, wherever it is registered.
+
+    In place.
+    """
     apart = full_precision_classes(given.mixed_precision)
-    records = {}
+    wrappers: dict[nn.Module, nn.Module] = {}
     for fqn, own in translation.wrapped.items():
         inside = module.get_submodule(fqn)
         arguments = replace(given, auto_wrap_policy=None, **own)
-        precision = arguments.mixed_precision
-        if precision is None or isinstance(inside, apart):
-            precision = MixedPrecision()
-        records[inside] = Record(arguments, mesh, False, precision)
-    records[module] = Record(given, mesh, True, given.mixed_precision or MixedPrecision())
-    return records
+        precision = MixedPrecision() if isinstance(inside, apart) else _precision(arguments)
+        wrappers[inside] = wrap(inside, Record(arguments, mesh, is_root=False, precision=precision))
+    for parent in list(module.modules()):
+        if is_wrapper(parent):
+            continue
+        for name, child in parent._modules.items():
+            if child in wrappers:
+                parent._modules[name] = wrappers[child]
 
 
-def _no_longer_root(wrapped: nn.Module) -> None:
-    """FSDP1's root stays gathered after forward and has its own setting for casting inputs."""
-    record = record_of(wrapped)
-    record.is_root = False
-    if isinstance(wrapped, FSDPModule):
-        reshards = parse_strategy(record.given.sharding_strategy).name in RESHARDING
-        wrapped.set_reshard_after_forward(reshards, recurse=False)
-        set_cast_forward_inputs(wrapped, casts_inputs(record.precision, is_root=False))
-
-
-def _cast_buffers(module: nn.Module, translation: Translation, record: Record, inner: dict[str, nn.Module]) -> None:
-    """Cast the buffers that no inner call has cast, and remember their dtypes for state dicts."""
-    dtypes = {
-        name: dtype
-        for name, dtype in translation.buffer_dtypes.items()
-        if not name.startswith(tuple(f"{fqn}." for fqn in inner))
-    }
-    record.buffer_dtypes = {name: module.get_buffer(name).dtype for name in dtypes}
-    cast_buffers(module, replace(translation, buffer_dtypes=dtypes))
+def _precision(given: Arguments) -> MixedPrecision:
+    return given.mixed_precision or MixedPrecision()
 
 
 def _say_what_differs(given: Arguments, translation: Translation) -> None:
@@ -124,7 +167,7 @@ def _with_node(given: Arguments) -> Arguments:
 
 
 def _shared_mesh(translation: Translation) -> DeviceMesh:
-    """Return one mesh for all calls on the same ranks: NCCL has about 100 process groups."""
+    """Return one mesh for all wrappers on the same ranks: NCCL has about 100 process groups."""
     if translation.device_mesh is not None:
         return mesh_for(translation)
     world = dist.group.WORLD

@@ -1,9 +1,11 @@
-"""What the drop-in replaces in torch from its first model on, for its own models only; ``uninstall`` restores torch's.
+"""What the drop-in replaces in torch from its first model on, for its own models only.
 
-Static methods such as ``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model)`` look for modules of
-torch's class. In a model of ours they find none and do nothing: ``state_dict()`` then gives DTensors where the program
-saves full tensors. Libraries import torch's class, whatever the program imports. Some of torch's private functions
-return nothing in the same way.
+Static methods such as ``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model)``
+look
+for modules of torch's class. In a model of ours they find none and do nothing: ``state_dict()`` is
+then of another type than the program asked for. Libraries import torch's class, whatever the
+program imports, and ``torch.distributed.checkpoint`` does. Some private functions return nothing in
+this way.
 """
 
 from __future__ import annotations
@@ -13,52 +15,52 @@ import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-from shardkit._fsdp.fsdp1 import TOTAL_NORM
-from shardkit.errors import message
-from shardkit.fsdp1.dropin import optimizers, tensors
-from shardkit.fsdp1.dropin.record import Unavailable, wrapped_in
+from shardkit._fsdp.fsdp1 import STATE_OF
+from shardkit.fsdp1.dropin.record import Unavailable, is_wrapper, wrappers_of
 
-_STATICS = [name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"]
-GUARDED = (*_STATICS, "clip_grad_norm_", "no_sync")
+STATICS = []
+for _name, _value in vars(TorchFSDP).items():
+    if isinstance(_value, staticmethod) and not _name.startswith("_"):
+        STATICS.append(_name)
+METHODS = ("clip_grad_norm_", "no_sync")
 PRIVATE = {  # functions that programs call on a model, by the module of torch.distributed.fsdp
     "_traversal_utils": ("_get_fsdp_states", "_get_fsdp_handles"),
     "_runtime_utils": ("_get_fsdp_root_states", "_lazy_init", "_reshard", "_unshard"),
 }
-_FIX = "Use model.parameters(), whose members are DTensors, and methods of FSDPModule"
-_MODEL = ("module", "model", "self", "root_module")  # what the model is called in their signatures
 
 _undo = ExitStack()
 _installed = False
 
 
 def install(ours: type[nn.Module]) -> None:
-    """Replace the functions ``GUARDED`` of torch's class, and the others that this module names. Idempotent.
+    """Replace the functions that this module names. Idempotent.
 
-    The replacements have torch's signatures and docstrings. For a model that contains a module of ``ours``, the
-    drop-in's class, they call the function of the same name of ``ours``, or raise where it is private; for others, and
-    for callers inside torch, which know both kinds of models, they call torch's.
+    For a model that contains a module of ``ours``, the drop-in's class, the replacements call the
+    function of the same name of ``ours``, or raise where it is private; for others they call
+    torch's.
     """
     global _installed
     if _installed:
         return
     _installed = True
-    for name in GUARDED:
-        guard = _guard(getattr(TorchFSDP, name), getattr(ours, name))
-        _replace(TorchFSDP, name, staticmethod(guard) if name in _STATICS else guard)
+    for name in STATICS:
+        _replace(TorchFSDP, name, staticmethod(_guard(getattr(TorchFSDP, name), getattr(ours, name))))
+    for name in METHODS:
+        _replace(TorchFSDP, name, _guard(getattr(TorchFSDP, name), getattr(ours, name)))
     for where, names in PRIVATE.items():
         module = importlib.import_module(f"torch.distributed.fsdp.{where}")
         for name in names:
-            _replace(module, name, _guard(getattr(module, name), functools.partial(_refuse, name)))
-    norm = tensors.whole_norms(nn.utils.get_total_norm)
-    _replace(nn.utils.clip_grad, TOTAL_NORM, norm)
-    _replace(nn.utils, "get_total_norm", norm)
-    _undo.callback(optimizers.install_step_hooks().close)
+            refuse = functools.partial(_refuse, name)
+            _replace(module, name, _guard(getattr(module, name), refuse))
+    # torch.distributed.checkpoint asks for the state of each of FSDP.fsdp_modules(model).
+    state_of = getattr(checkpoint, STATE_OF)
+    _replace(checkpoint, STATE_OF, lambda module: is_wrapper(module) or state_of(module))
 
 
 def uninstall() -> None:
@@ -74,34 +76,23 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        model = _model_of(signature, args, kwargs)
-        if model is None or _is_torchs(inspect.currentframe()) or not wrapped_in(model):
-            return original(*args, **kwargs)
-        return ours(*args, **kwargs)
+        # FSDP2 calls some from inside of torch, and torch.distributed.checkpoint takes them for
+        # FSDP1.
+        frame: Any = inspect.currentframe()
+        caller = frame.f_back.f_globals.get("__name__", "")
+        if not caller.startswith("torch.") or caller == checkpoint.__name__:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, nn.Module) and wrappers_of(value):
+                    return ours(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return guarded
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
-    rule = "It works on flat parameters and their handles, which FSDP2 does not have"
-    raise Unavailable(message(name, "is a private function of torch's FSDP1", rule, _FIX))
-
-
-def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
-    """Return the model among the arguments; None where they do not match the signature, which torch will report."""
-    try:
-        given = signature.bind(*args, **kwargs).arguments
-    except TypeError:
-        return None
-    found = [given[name] for name in (*_MODEL, "state") if isinstance(given.get(name), nn.Module)]
-    return found[0] if found else None
-
-
-def _is_torchs(callee: FrameType | None) -> bool:
-    """Return whether the frame was called from inside torch."""
-    caller = callee.f_back if callee else None
-    return caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] == "torch"
+    raise Unavailable(
+        f"{name} is a private function of torch's FSDP1, for flat parameters and handles, which "
+        "FSDP2 does not have. Use model.parameters(), or reshard() and unshard() of model.module."
+    )

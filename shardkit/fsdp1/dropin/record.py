@@ -1,4 +1,4 @@
-"""What the drop-in remembers of a module that FSDP1 would have wrapped."""
+"""What a wrapper remembers, in one object, so that no attribute of the user's model is hidden."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from shardkit.errors import TranslationError, message
+from shardkit._fsdp.plain import PlainUnit
+from shardkit.errors import TranslationError
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.strategy import parse_strategy
 
-KEY = "_shardkit"  # in the __dict__ of the module: no attribute of the user's model is hidden
+KEY = "_shardkit"
+WRAPPED = "_fsdp_wrapped_module"  # FSDP1's own name for it, which programs know
 
 
 def _full() -> StateDictSettings:
@@ -32,7 +34,7 @@ def _full() -> StateDictSettings:
 
 @dataclass(eq=False)
 class Record:
-    """How FSDP1's class was called for a module, and its state since."""
+    """How a wrapper was constructed, and its state since."""
 
     given: Arguments  # for a module that a policy chose, with the policy's own in their place
     mesh: DeviceMesh
@@ -41,6 +43,8 @@ class Record:
     buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # before they were cast
     state_dict_settings: StateDictSettings = field(default_factory=_full)
     summoned: bool = False  # in summon_full_params
+    has_run: bool = False  # a forward
+    units: list[PlainUnit] = field(default_factory=list)  # at and below a root, from a forward on
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -56,36 +60,45 @@ class Record:
         return self.mesh.get_group(0 if no_shard else self.mesh.ndim - 1)
 
 
-def record_of(module: nn.Module) -> Record:
-    """Return the record of a wrapped module."""
-    record: Record = vars(module)[KEY]
+def record_of(wrapper: nn.Module) -> Record:
+    record: Record = vars(wrapper)[KEY]
     return record
 
 
-def is_wrapped(module: object) -> bool:
-    """Return whether FSDP1 would have wrapped the module."""
+def is_wrapper(module: object) -> bool:
     return isinstance(module, nn.Module) and KEY in vars(module)
 
 
-def wrapped_in(model: nn.Module) -> list[nn.Module]:
-    """Return the wrapped modules at and below ``model``, parents first. Local, pure."""
-    return [module for module in model.modules() if is_wrapped(module)]
+def wrappers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the wrappers at and below ``model``, parents first. Local, pure."""
+    return [module for module in model.modules() if is_wrapper(module)]
 
 
-def wrapped_or_refuse(model: nn.Module, name: str) -> list[nn.Module]:
-    """Return ``wrapped_in(model)`` for a static method of FSDP1's. Local, pure."""
-    found = wrapped_in(model)
+def wrappers_or_refuse(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return ``wrappers_of(model)`` for a static method of FSDP1's. Local, pure."""
+    found = wrappers_of(model)
     if not found and any(isinstance(module, FSDPModule) for module in model.modules()):
-        problem = "was called on a model that is sharded by shard_model or fully_shard"
-        rule = "It is for models wrapped by FullyShardedDataParallel, and would do nothing"
-        fix = "Use full_params, full_state_dict or full_optimizer_state_dict of shardkit.state"
-        raise TranslationError(message(f"FSDP.{name}", problem, rule, fix))
+        raise TranslationError(
+            f"FSDP.{name} was called on a model that is sharded by shard_model or fully_shard, "
+            "where it would do nothing. Use full_params, full_state_dict or "
+            "full_optimizer_state_dict."
+        )
     return found
 
 
-def roots_in(model: nn.Module) -> list[nn.Module]:
-    """Return the wrapped modules at and below ``model`` that are in no other one. Local, pure."""
-    return [module for module in wrapped_in(model) if record_of(module).is_root]
+def without_wrappers(fqn: str) -> str:
+    """Return the FQN before wrapping.
+
+    The names that checkpoint_wrapper and torch.compile add stay.
+    """
+    return ".".join(part for part in fqn.split(".") if part != WRAPPED)
+
+
+def inner_of(wrapper: nn.Module) -> nn.Module:
+    """Return the wrapped module, also where ``checkpoint_wrapper`` was put around it later."""
+    inner = wrapper._modules[WRAPPED]
+    assert inner is not None, "set by the constructor"
+    return getattr(inner, "_checkpoint_wrapped_module", inner)
 
 
 # Errors that are also of the class that FSDP1 raised, because programs catch that one.

@@ -1,4 +1,6 @@
-"""Run a program with the drop-in's classes in the place of torch's: ``python -m shardkit.fsdp1 train.py``."""
+"""Run a program with the drop-in's classes in the place of torch's: ``python -m shardkit.fsdp1
+train.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,19 @@ from typing import Any
 from shardkit.errors import ShardkitError, message
 from shardkit.fsdp1.dropin import guards
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel
-from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 
 _prepared = multiprocessing.spawn.get_preparation_data
 # Which names of which modules of torch.distributed.fsdp.
 _CLASSES = {
     "": FullyShardedDataParallel,
     ".fully_sharded_data_parallel": FullyShardedDataParallel,
-    ".sharded_grad_scaler": ShardedGradScaler,
 }
 
 
 def replace() -> None:
-    """Put the drop-in's classes into ``torch.distributed.fsdp``, in this process and those that it spawns."""
+    """Put the drop-in's classes into ``torch.distributed.fsdp``, in this process and those that it
+    spawns.
+    """
     importlib.import_module("torch.distributed.checkpoint.state_dict")  # while it gets torch's class, as it knows FSDP2
     for module, kind in _CLASSES.items():
         setattr(importlib.import_module(f"torch.distributed.fsdp{module}"), kind.__name__, kind)
@@ -46,7 +48,9 @@ def _preparation_data(name: str) -> dict[str, Any]:
 
 
 def find(name: str, as_module: bool = False) -> tuple[CodeType, dict[str, Any]]:
-    """Return the code of a file, a folder with a ``__main__.py``, or a module by name, and its first globals."""
+    """Return the code of a file, a folder with a ``__main__.py``, or a module by name, and its
+    first globals.
+    """
     if as_module:
         spec = _spec_of(name)
         code = spec.loader.get_code(spec.name)
@@ -64,14 +68,17 @@ def find(name: str, as_module: bool = False) -> tuple[CodeType, dict[str, Any]]:
 
 
 def run(name: str, arguments: Sequence[str], code: CodeType, begin: dict[str, Any]) -> dict[str, Any]:
-    """Run a program that :func:`find` found, as ``python`` would, on the drop-in, and return its globals."""
+    """Run a program that :func:`find` found, as ``python`` would, on the drop-in, and return its
+    globals.
+    """
     replace()
     module = ModuleType("__main__")
     vars(module).update(begin, __builtins__=sys.modules["builtins"])
     if "__spec__" not in begin:
         sys.path[0] = os.path.dirname(begin["__file__"])
     sys.argv[:] = [begin["__file__"] if "__spec__" in begin else name, *arguments]
-    # Where pickle looks for the program's classes; multiprocessing has a second name for those of its children.
+    # Where pickle looks for the program's classes; multiprocessing has a second name for those of
+    # its children.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     exec(code, vars(module))
     return vars(module)

@@ -1,4 +1,9 @@
-"""State of wrapped models by the names of the plain model, in FSDP1's types; and full parameters for a while."""
+"""State of wrapped models by the names of the plain model, in FSDP1's types; full parameters for a
+while.
+
+The functions of ``shardkit.state`` work on FSDP2's DTensors, which ``as_dtensors`` registers for
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +32,17 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardkit import _fsdp
-from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, is_sharded_tensor
+from shardkit._fsdp.fsdp1 import gathered_sharded_tensor, is_sharded_tensor
+from shardkit._fsdp.plain import as_dtensors
 from shardkit._torch import local_tensor, state_dict_metadata, with_state_dict_metadata
-from shardkit.fsdp1.dropin.record import is_wrapped, record_of, wrapped_in, wrapped_or_refuse
-from shardkit.runtime.hooks import reshard
+from shardkit.fsdp1.dropin.record import (
+    WRAPPED,
+    inner_of,
+    is_wrapper,
+    record_of,
+    wrappers_of,
+    wrappers_or_refuse,
+)
 from shardkit.shards import as_sharded, device_of, local_part
 from shardkit.state.full_params import full_params
 from shardkit.state.model import (
@@ -56,36 +68,24 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings | None:
-    """Set what ``state_dict()`` of all wrappers at and below ``module`` returns, and optimizers' state. Local.
+    """Set what ``state_dict()`` of the wrappers at and below ``module`` returns, and optimizers'
+    state.
 
-    Args:
-        module: a wrapper, or a module around some.
-        state_dict_type: FULL_STATE_DICT, the default, SHARDED_STATE_DICT, or LOCAL_STATE_DICT for models only.
-        state_dict_config, optim_state_dict_config: of that type, for models and optimizers; None is torch's default.
-
-    Returns:
-        The settings before; None where there is no wrapper.
-
-    Raises:
-        TranslationError: the model is sharded, but not wrapped.
+    Returns the settings before; None where there is no wrapper. Local.
     """
     config, optim_config = _CONFIGS[state_dict_type]
     settings = StateDictSettings(
         state_dict_type, state_dict_config or config(), optim_state_dict_config or optim_config()
     )
     before = get_state_dict_type(module)
-    for wrapper in wrapped_in(module):
+    for wrapper in wrappers_of(module):
         record_of(wrapper).state_dict_settings = replace(settings)
     return before
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-    """Return what ``set_state_dict_type`` set for the first wrapper at or below ``module``; None without one. Local.
-
-    Raises:
-        TranslationError: the model is sharded, but not wrapped.
-    """
-    found = wrapped_or_refuse(module, "state_dict_type")
+    """Return what was set for the first wrapper at or below ``module``; None without one. Local."""
+    found = wrappers_or_refuse(module, "state_dict_type")
     return record_of(found[0]).state_dict_settings if found else None
 
 
@@ -96,13 +96,11 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Call ``set_state_dict_type`` for this context; an error restores the settings too, unlike in FSDP1. Local.
+    """Call ``set_state_dict_type`` for this context.
 
-    Examples:
-        >>> with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
-        ...     state = model.state_dict()
+    An error restores too, unlike in FSDP1. Local.
     """
-    records = [record_of(wrapper) for wrapper in wrapped_in(module)]
+    records = [record_of(wrapper) for wrapper in wrappers_of(module)]
     before = [record.state_dict_settings for record in records]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
@@ -112,71 +110,81 @@ def state_dict_type(
             record.state_dict_settings = settings
 
 
-# ---- state_dict() -----------------------------------------------------------------------------------------------
+# ---- state_dict() ------------------------------------------------------------------------------
 
 
 def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """Return the state of a wrapped model by its settings, in ``destination`` if given. Collective if FULL."""
+    """Return the state of a wrapped model by its settings, in ``destination`` if given."""
     if wants_live():
         return nn.Module.state_dict(wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars)
-    found = _by_settings(wrapper)
-    metadata = {f"{prefix}{name}".rstrip("."): each for name, each in state_dict_metadata(found).items()}
-    destination = OrderedDict() if destination is None else destination
-    destination.update((prefix + name, value) for name, value in found.items())
-    return with_state_dict_metadata(destination, {**state_dict_metadata(destination), **metadata})
+    with as_dtensors(wrapper):
+        found = _by_settings(wrapper)
+    _restore_buffer_dtypes(wrapper, found)
+
+    if destination is None:
+        destination = OrderedDict()
+    metadata = dict(state_dict_metadata(destination))
+    for name, entry in state_dict_metadata(found).items():
+        metadata[f"{prefix}{name}".rstrip(".")] = entry
+    for name, value in found.items():
+        destination[prefix + name] = value
+    return with_state_dict_metadata(destination, metadata)
 
 
 def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
-    """Return the state by the plain model's names, and buffers in the dtypes that they had before they were cast.
+    """Return the state of a model that shows DTensors, by the plain model's names.
 
-    ``torch.distributed.checkpoint.state_dict`` gets sharded state whatever was set, as it does from FSDP1. NO_SHARD
-    always gives full state, as in FSDP1.
+    NO_SHARD always gives full state, as in FSDP1.
     """
-    record, settings = record_of(wrapper), get_state_dict_type(wrapper)
-    assert settings is not None, "it is a wrapper"
-    config, full = (
-        settings.state_dict_config,
-        settings.state_dict_type is StateDictType.FULL_STATE_DICT,
-    )
-    if asked_by_checkpoint():
-        config, full = ShardedStateDictConfig(), False
-    full = full or record.strategy is ShardingStrategy.NO_SHARD
-    device = torch.device("cpu") if config.offload_to_cpu else device_of(record.mesh)
-    if full and not record.summoned:  # summoned: the parameters are plain, perhaps on this rank alone
-        found = full_state_dict(wrapper, rank0_only=getattr(config, "rank0_only", False), device=device)
-        seen: set[int] = set()
-        for (
-            name,
-            value,
-        ) in found.items():  # as in FSDP1, tied tensors have memory of their own: safetensors asks for it
-            found[name] = value.clone() if id(value) in seen and isinstance(value, Tensor) else value
-            seen.add(id(value))
-    else:
-        found = sharded_state_dict(wrapper)
-        is_live = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and not record.summoned
+    record = record_of(wrapper)
+    config = record.state_dict_settings.state_dict_config
+    kind = record.state_dict_settings.state_dict_type
+    if record.strategy is ShardingStrategy.NO_SHARD:
+        kind = StateDictType.FULL_STATE_DICT
+
+    # Summoned parameters are full, perhaps on this rank alone.
+    if kind is StateDictType.FULL_STATE_DICT and not record.summoned:
+        device = torch.device("cpu") if config.offload_to_cpu else device_of(record.mesh)
+        rank0_only = getattr(config, "rank0_only", False)
+        found = full_state_dict(wrapper, rank0_only=rank0_only, device=device)
+        seen = set()
         for name, value in found.items():
-            if isinstance(value, Tensor) and not (is_live or is_extra(name)):
-                found[name] = copied(value, torch.device("cpu") if config.offload_to_cpu else None)
-    for fqn, module in wrapper.named_modules():
-        for name, dtype in record_of(module).buffer_dtypes.items() if is_wrapped(module) else ():
-            clean = clean_name(f"{fqn}.{name}".lstrip("."))
-            if clean in found:
-                found[clean] = found[clean].to(dtype)
+            if id(value) in seen and isinstance(value, Tensor):
+                found[name] = value.clone()  # as FSDP1 gave tied tensors, and safetensors asks for
+            seen.add(id(value))
+        return found
+
+    found = sharded_state_dict(wrapper)
+    if kind is StateDictType.LOCAL_STATE_DICT and not record.summoned:
+        return found
+    for name, value in found.items():
+        if isinstance(value, Tensor) and not is_extra(name):
+            found[name] = copied(value, torch.device("cpu") if config.offload_to_cpu else None)
     return found
+
+
+def _restore_buffer_dtypes(wrapper: nn.Module, found: dict[str, Any]) -> None:
+    """Give buffers the dtypes that they had before they were cast for mixed precision."""
+    for fqn, each in wrapper.named_modules():
+        if is_wrapper(each):
+            for name, dtype in record_of(each).buffer_dtypes.items():
+                clean = clean_name(f"{fqn}.{name}".lstrip("."))
+                if clean in found:
+                    found[clean] = found[clean].to(dtype)
 
 
 def copied(value: Tensor, device: torch.device | None) -> Tensor:
     """Return a copy of a tensor, sharded or not, on the device, or where it is. Local."""
-    local = local_tensor(value) if isinstance(value, DTensor) else value.detach()
-    local = local.detach().to(device or local.device, copy=True)
+    local = (local_tensor(value) if isinstance(value, DTensor) else value).detach()
+    local = local.to(device or local.device, copy=True)
     return as_sharded(local, value) if isinstance(value, DTensor) else local
 
 
-# ---- load_state_dict() ------------------------------------------------------------------------------------------
+# ---- load_state_dict() -------------------------------------------------------------------------
 
 
 def attach(wrapper: nn.Module) -> None:
-    """Put hooks on a new wrapper, by which it and modules around it load state with clean names. Local."""
+    """Put hooks on a new wrapper, by which it and modules around it load state with clean names."""
     wrapper.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
     wrapper.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
@@ -187,27 +195,42 @@ def _before_load(
     state_dict: dict[str, Any],
     prefix: str,
     metadata: dict[str, Any],
-    *others: object,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
 ) -> None:
-    """Rename state as ``nn.Module`` looks for it, and give each value the layout of the tensor that it is for.
+    """Rename state as ``nn.Module`` looks for it, and give each value the shape of this rank's
+    part.
 
-    Values may be full, DTensors, or ShardedTensors of FSDP1, whatever ``state_dict_type`` was set to. Collective if
-    values are sharded otherwise than the model; every rank then loads the same names.
+    Values may be full, DTensors, or ShardedTensors of FSDP1, whatever ``state_dict_type`` was set
+    to. Collective if values are sharded otherwise than the model; every rank then loads the same
+    names.
     """
-    if not record_of(wrapper).summoned:
-        reshard(wrapper)  # values would go into full parameters, which resharding throws away
-    with live_tensors():
+    given = {}
+    for name in state_dict:
+        if name.startswith(f"{prefix}{WRAPPED}."):
+            return  # an outer wrapper did
+        if name.startswith(prefix):
+            given[clean_name(name.removeprefix(prefix))] = name
+    with as_dtensors(wrapper) as shards, live_tensors():
+        flat = {id(shard.sharded_param): shard.flat for shard in shards.values()}
         live = nn.Module.state_dict(wrapper, keep_vars=True)
-    offered = {clean_name(name.removeprefix(prefix)): name for name in state_dict if name.startswith(prefix)}
-    for found, tensor in live.items():  # in the model's order, which is the same on all ranks
-        if (name := offered.get(clean_name(found))) is None:
-            continue
-        value = part_of(state_dict.pop(name), tensor)
-        if metadata.get("assign_to_params_buffers", False) and isinstance(value, DTensor):
-            value = copied(value, None)  # as a view of the full tensor it would keep that alive
-        # checkpoint_wrapper adds its part of a name by a hook of its own; torch.compile does not.
-        by_hook = name.replace("_checkpoint_wrapped_module.", "") == prefix + found
-        state_dict[name if by_hook else prefix + found] = value
+        for found, tensor in live.items():  # in the model's order, which is the same on all ranks
+            clean = clean_name(found)
+            if clean not in given:
+                continue
+            name = given[clean]
+            value = part_of(state_dict.pop(name), tensor)
+            if id(tensor) in flat and isinstance(value, Tensor):
+                if value.shape != tensor.shape:
+                    found_shape, own_shape = tuple(value.shape), tuple(tensor.shape)
+                    errors.append(f"size mismatch for {name}: {found_shape}, not {own_shape}.")
+                    value = tensor
+                value = flat[id(tensor)](local_tensor(value))
+                if metadata.get("assign_to_params_buffers", False):
+                    value = value.detach().clone()  # as a view it would keep the full tensor alive
+            state_dict[prefix + found] = value
 
 
 def _after_load(wrapper: nn.Module, keys: Any) -> None:
@@ -216,7 +239,8 @@ def _after_load(wrapper: nn.Module, keys: Any) -> None:
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """Return a full or sharded value with the layout of ``like``; others, and those of another shape, as they are.
+    """Return a full or sharded value with the layout of ``like``; those of another shape as they
+    are.
 
     Local where the value is full or sharded alike, and then perhaps a view; otherwise collective.
     """
@@ -226,11 +250,12 @@ def part_of(value: Any, like: Any) -> Any:
         return value
     if not isinstance(like, DTensor):
         return whole_of(value)
-    # A mesh that was read from a file has no groups, so meshes are compared by their ranks.
-    alike = isinstance(value, DTensor) and value.placements == like.placements
-    if alike and torch.equal(value.device_mesh.mesh, like.device_mesh.mesh):
-        return as_sharded(local_tensor(value), like)
-    return as_sharded(local_part(whole_of(value), like).to(local_tensor(like).device), like)
+    if isinstance(value, DTensor) and value.placements == like.placements:
+        # A mesh that was read from a file has no groups, so meshes are compared by their ranks.
+        if torch.equal(value.device_mesh.mesh, like.device_mesh.mesh):
+            return as_sharded(local_tensor(value), like)
+    local = local_part(whole_of(value), like)
+    return as_sharded(local.to(local_tensor(like).device), like)
 
 
 def whole_of(value: Any) -> Any:
@@ -240,7 +265,7 @@ def whole_of(value: Any) -> Any:
     return gathered_sharded_tensor(value) if is_sharded_tensor(value) else value
 
 
-# ---- summon_full_params and apply ---------------------------------------------------------------------------------
+# ---- summon_full_params ------------------------------------------------------------------------
 
 
 @contextmanager
@@ -252,43 +277,44 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Make the parameters at and below ``module`` full in this context, in their own dtype. Collective.
+    """Make the parameters at and below ``module`` full in this context, in their own dtype.
 
-    ``shardkit.full_params`` by FSDP1's rules: modules and methods such as ``generate`` run on them, on each rank by
-    itself, and afterwards the same sharded parameters are in place. Inside another such context it does nothing.
+    ``shardkit.full_params`` by FSDP1's rules. Modules and methods such as ``generate`` run on full
+    parameters, on each rank by itself, and afterwards the same sharded parameters are in place.
+    Inside another such context it does nothing. Collective.
 
     Args:
-        module: a wrapper, or a module around some.
         recurse: False is for ``module`` alone, and does nothing where that is not a wrapper.
-        writeback: keep what was written; under NO_SHARD it is kept in any case, since the parameters themselves are
-            shown.
-        rank0_only: full on the lowest rank only.
+        writeback: keep what was written; under NO_SHARD it is kept in any case, as in FSDP1.
+        rank0_only: full on the lowest rank only; others see DTensors.
         offload_to_cpu: on the CPU.
         with_grads: with gradients.
-
-    Raises:
-        ShardkitError: inside a forward or a backward.
-        TranslationError: the model is sharded, but not wrapped.
     """
-    found = wrapped_or_refuse(module, "summon_full_params")
-    wrappers = [each for each in found if recurse or each is module]
-    records = [record for record in map(record_of, wrappers) if not record.summoned]  # others are full already
+    wrappers = wrappers_or_refuse(module, "summon_full_params")
+    if not recurse:
+        wrappers = [each for each in wrappers if each is module]
+    records = [record for record in map(record_of, wrappers) if not record.summoned]
     if not records:
         yield
         return
-    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in records) and not rank0_only
-    if not recurse and isinstance(module, FSDPModule):
-        _fsdp.initialize(module)  # as a root: units inside it then gather themselves as parts of it
+    if not rank0_only and all(each.strategy is ShardingStrategy.NO_SHARD for each in records):
+        writeback = True
+    inner: Any = inner_of(wrappers[0])
+    if not recurse and isinstance(inner, FSDPModule):
+        _fsdp.initialize(inner)  # as a root: units inside it then gather themselves as parts of it
     for record in records:
         record.summoned = True
     try:
-        with full_params(
-            module,
-            writeback=writeback or shown,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-            recurse=recurse,
+        with (
+            as_dtensors(module),
+            full_params(
+                module if recurse else inner,
+                writeback=writeback,
+                rank0_only=rank0_only,
+                offload_to_cpu=offload_to_cpu,
+                with_grads=with_grads,
+                recurse=recurse,
+            ),
         ):
             yield
     finally:

@@ -112,6 +112,7 @@ def shard_translated(
     groups: Groups,
     mesh_of: Callable[[Translation], DeviceMesh] | None = None,
     any_start: bool = False,
+    after: Callable[[ShardUnit, dict[str, nn.Parameter]], object] | None = None,
 ) -> tuple[Translation, DeviceMesh]:
     """Shard ``model`` in place as ``decide`` says; return what was decided, and the mesh.
 
@@ -130,7 +131,7 @@ def shard_translated(
             check_same_start(model, ignored, groups, sync_module_states=False)
         mesh = (mesh_of or mesh_for)(translation)
     prepare = None if recorded else _UnitStates(model, translation, mesh)
-    carry_out(model, translation.plan, mesh, before=prepare)
+    carry_out(model, translation.plan, mesh, before=prepare, after=after)
     if recorded:
         materialize(model)
     reduce_unused_beside_used(model)

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from trees import assert_same
 
+from shardkit._fsdp.plain import as_dtensors
 from shardkit.errors import ShardkitError, TranslationError
 from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
+from shardkit.state.model import clean_name
 from shardkit.testing import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -86,8 +88,8 @@ def test_what_is_not_supported_says_what_to_use():
     model = Parent()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     calls = {
-        "rekey_optim_state_dict is not supported.*optim_state_dict_to_load by number": lambda: (
-            FSDP.rekey_optim_state_dict({}, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
+        "rekey_optim_state_dict is not supported.*optim_state_dict_to_load": lambda: FSDP.rekey_optim_state_dict(
+            {}, OptimStateKeyType.PARAM_NAME, model, optim=optimizer
         ),
         "optim_input is not supported.*pass optim": lambda: FSDP.full_optim_state_dict(
             model, optimizer, optim_input=model.parameters()
@@ -95,7 +97,7 @@ def test_what_is_not_supported_says_what_to_use():
         "is_named_optimizer=True is not supported": lambda: FSDP.optim_state_dict_to_load(
             model, optimizer, {}, is_named_optimizer=True
         ),
-        "model has no part that is wrapped": lambda: FSDP.optim_state_dict(model, optimizer),
+        "No part of the model is wrapped": lambda: FSDP.optim_state_dict(model, optimizer),
     }
     for text, call in calls.items():
         with pytest.raises(TranslationError, match=text):
@@ -191,14 +193,18 @@ def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
 
 def as_held(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
     """Full state in the kinds of tensors that a sharded optimizer has: DTensors where the parameter is one."""
-    params = dict(model.named_parameters())
 
-    def held(param: nn.Parameter, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.ndim and isinstance(param, DTensor):
-            return distribute_tensor(value, param.device_mesh, param.placements)
+    def held(like: Any, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim and isinstance(like, DTensor):
+            return distribute_tensor(value, like.device_mesh, like.placements)
         return value
 
-    return {fqn: {key: held(params[fqn], value) for key, value in entry.items()} for fqn, entry in sorted(full.items())}
+    with as_dtensors(model):
+        likes = {clean_name(name): param for name, param in nn.Module.named_parameters(model)}
+        made = {}
+        for fqn, entry in sorted(full.items()):
+            made[fqn] = {key: held(likes[fqn], value) for key, value in entry.items()}
+        return made
 
 
 @distributed(world_size=2, backend="gloo")
@@ -220,10 +226,10 @@ def test_given_state_is_saved_and_what_does_not_fit_is_said():
     if second:  # alone, as in FSDP1: programs load full state one rank after another
         alone = FSDP.optim_state_dict_to_load(model, optimizer, full)
         assert alone["state"].keys() == optimizer.state_dict()["state"].keys()
-    some = [param for name, param in model.named_parameters() if name != "body.up.bias"]
+    some = [param for name, param in model.named_parameters() if clean_name(name) != "body.up.bias"]
     fewer = torch.optim.Adam(some if second else model.parameters(), lr=0.01)
     train(model, fewer, range(1))
-    with pytest.raises(ShardkitError, match=r"rank 1 differs from rank 0 in which parameters have state"):
+    with pytest.raises(ShardkitError, match=r"rank 1 differs from rank 0 in which tensors are sharded"):
         FSDP.optim_state_dict(model, fewer)
     few = torch.optim.Adam([model.shift, *model.body.embed.parameters(), *model.body.up.parameters()])
     with pytest.raises(ShardkitError, match=r"- unexpected: body\.down\.weight"):

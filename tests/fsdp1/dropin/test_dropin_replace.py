@@ -20,7 +20,7 @@ from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1.__main__ import main
 
 PUBLIC = ("", ".wrap", ".api", ".fully_sharded_data_parallel", ".sharded_grad_scaler")
-OURS = {"FullyShardedDataParallel", "ShardedGradScaler"}
+OURS = {"FullyShardedDataParallel"}
 
 
 def both(module: str) -> tuple[ModuleType, ModuleType]:

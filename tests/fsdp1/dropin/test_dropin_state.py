@@ -161,8 +161,6 @@ def test_loading():
         wiped(model)(batch()).sum()  # leaves the root gathered
     model.load_state_dict(wanted)
     assert is_same(model.state_dict(), wanted)
-    wiped(model).load_state_dict({**wanted, "head.weight": wanted["head.weight"].double()}, assign=True)
-    assert is_same(model.state_dict(), {**wanted, "head.weight": wanted["head.weight"].double()})
 
 
 @distributed(world_size=2, backend="gloo")

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, _runtime_utils, _traversal_utils
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.distributed.tensor import DTensor
 
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
@@ -51,7 +50,7 @@ def test_modules_with_nothing_to_shard():
     every = FSDP(chain(), auto_wrap_policy=always_wrap_policy)
     assert torch.equal(every(torch.ones(2, 6)), plain(torch.ones(2, 6)))
     once = FSDP(model := chain(), ignored_states=(p for p in model[0].parameters()))  # an iterator
-    assert sum(isinstance(param, DTensor) for param in once.parameters()) == 2
+    assert sum(param.ndim == 2 for param in once.parameters()) == 1  # the ignored weight
     normed = FSDP(nn.Sequential(nn.BatchNorm1d(3)), auto_wrap_policy=LINEARS, mixed_precision=MixedPrecision(HALF))
     assert normed[0].mixed_precision == MixedPrecision()
     with pytest.raises(AssertionError, match="deepcopy"):
@@ -61,10 +60,9 @@ def test_modules_with_nothing_to_shard():
 @distributed(world_size=2, backend="gloo")
 def test_internals_say_what_to_use():
     model = FSDP(chain(), auto_wrap_policy=LINEARS, use_orig_params=True)
-    internals = {"_handle": r"module\.reshard\(\)", "_flat_param": r"model\.parameters\(\)"}
-    for name, fix in internals.items():
+    for name in ("_handle", "_flat_param", "_all_handles"):
         assert not hasattr(model, name)
-        with pytest.raises(TranslationError, match=f"^{name} is an internal of FSDP1.*{fix}"):
+        with pytest.raises(TranslationError, match=f"^{name} is an internal of FSDP1.*Use model.parameters"):
             getattr(model, name)
     model.module.params = 5  # a model's own
     assert model.params == 5
@@ -85,16 +83,15 @@ def test_what_no_gradient_reached_has_none_and_what_is_beside_it_zeros():
         model(torch.ones(2, 4))[0].sum().backward()
         assert model.computed.weight.grad is None
         assert model.used.weight.grad is not None
-        assert torch.equal(model.used.idle.grad.full_tensor(), torch.zeros(4))
+        assert torch.equal(model.used.idle.grad, torch.zeros(2))
 
 
 @distributed(world_size=2, backend="gloo")
 def test_optimizers_that_torch_steps_in_backward_are_refused():
     model = FSDP(chain(), auto_wrap_policy=LINEARS)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
-    loss = model(torch.ones(2, 6)).sum()
-    with pytest.raises(TranslationError, match=r"Call shardkit\.optimizer_in_backward"):
-        loss.backward()
+    with pytest.raises(TranslationError, match="so nothing would train"):
+        model(torch.ones(2, 6))
 
 
 # Collectives.

@@ -75,7 +75,7 @@ def main(argv=None):
         model.load_state_dict(read(args.load))
     elif args.init:
         model.apply(init_weights)
-    assert "FSDP" in str(model) or "Fully" in str(model)
+    assert "FullyShardedDataParallel" in str(model)
     optimizer = optim.Adadelta(model.parameters(), lr=0.5)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
     losses = []

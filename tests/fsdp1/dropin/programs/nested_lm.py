@@ -136,7 +136,7 @@ def main(argv=None):
     assert model.unwrapped_module.max_positions() == model.max_positions() == 128
     assert model.use_sharded_state
     assert model.check_is_root()
-    assert all(isinstance(unit, FullyShardedModel) for unit in FSDP.fsdp_modules(model))
+    assert {type(unit) for unit in FSDP.fsdp_modules(model)} == {FullyShardedModel}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.98))
     scaler = ShardedGradScaler(init_scale=4.0, enabled=False, process_group=dist.group.WORLD)
     if args.restore:

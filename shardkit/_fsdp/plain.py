@@ -1,0 +1,354 @@
+"""FSDP2's parameters, shown to a program as the plain tensors that FSDP1's were.
+
+While a parameter is sharded, FSDP2 registers a DTensor on its module. FSDP1 showed plain tensors,
+and its programs compute with them: norms by hand and an all-reduce, penalties, averages,
+``p.data``. Here the module shows a plain ``nn.Parameter`` that shares storage with the DTensor's
+local tensor. FSDP2 keeps working with its DTensor and never sees the plain one:
+
+- ``_setattr_on_modules`` registers the plain parameter in the place of the DTensor;
+- after a reduction, ``take_gradient`` moves the gradient from the DTensor to the plain parameter;
+- before a forward, ``follow`` gives the DTensor what the program did to the plain parameter.
+
+Where our own state functions or torch's need DTensors, ``as_dtensors`` registers them for a while.
+Private names of ``FSDPParam`` and ``FSDPParamGroup`` are those of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Placement
+
+from shardkit._fsdp import (
+    not_compiled,
+    post_accumulate_hooks,
+    set_post_accumulate_hooks,
+    slot_of,
+    states_of,
+)
+from shardkit._fsdp.fsdp1 import has_gradient
+from shardkit._fsdp.states import drop_unreduced_gradients
+from shardkit._torch import has_own_dispatch, units_of
+
+
+class PlainShard(FSDPParam):
+    """A parameter whose modules show a plain tensor while it is sharded."""
+
+    sharded_param: Any  # FSDP2's DTensor
+    plain: nn.Parameter
+    is_shown: bool  # False: the modules have the DTensor, as fully_shard leaves them
+    has_changed: bool  # in dtype or requires_grad, which the unit has to know before a forward
+    version: int  # of the plain parameter at the last forward
+    # p.grad and its version at the end of a backward that left a gradient unreduced
+    waiting: tuple[Tensor, int] | None
+    own_hooks: dict[int, Any]  # of the DTensor; the program's are the plain parameter's
+
+    def attach(self, original: nn.Parameter) -> None:
+        """Let the parameter that was sharded become the plain one; an optimizer may hold it."""
+        local = self.sharded_param._local_tensor
+        if original.is_meta or local.is_meta or has_own_dispatch(type(original)):
+            original = self.instead_of(original)
+        original.data = self.flat(local)
+        original.grad = None
+        self.plain = original
+        self.is_shown = False  # until the whole model is sharded
+        self.has_changed = False
+        self.version = 0
+        self.waiting = None
+        # Weak, because torch does not let Python's collector see a hook: the model would stay.
+        self.own_hooks = {0: partial(_take_gradient, ref(self))}
+
+    def instead_of(self, plain: nn.Parameter) -> nn.Parameter:
+        """Return another plain parameter with the hooks of ``plain``, which cannot be used."""
+        local = self.sharded_param._local_tensor
+        made = nn.Parameter(local, local.is_floating_point() and plain.requires_grad)
+        hooks = post_accumulate_hooks(plain)
+        if hooks:
+            set_post_accumulate_hooks(made, hooks)
+        return made
+
+    def show(self) -> None:
+        """Register the plain parameter, with what the DTensor has."""
+        sharded = self.sharded_param
+        if self.plain.is_meta and not sharded.is_meta:  # the model was materialized after sharding
+            self.plain = self.instead_of(self.plain)
+        # One dict of attributes for all forms of a parameter.
+        vars(self.plain).update(vars(sharded))
+        sharded.__dict__ = self.plain.__dict__
+        # Hooks are set, not registered, which torch refuses for frozen parameters.
+        hooks = post_accumulate_hooks(sharded)
+        if hooks is not self.own_hooks:
+            if hooks:  # the program's, from before the model was sharded
+                set_post_accumulate_hooks(self.plain, hooks)
+            set_post_accumulate_hooks(sharded, self.own_hooks)
+        self.plain.data = self.flat(sharded._local_tensor)
+        self.plain.grad = None if sharded.grad is None else self.flat(sharded.grad._local_tensor)
+        sharded.grad = None
+        self.is_shown = True
+        self._setattr_on_modules(sharded)
+
+    def hide(self) -> None:
+        """Register the DTensor, with what the plain parameter has."""
+        if self.plain.grad is not None:
+            self.sharded_param.grad = self.to_sharded_dtensor(self.plain.grad.view(self.sharded_size))
+        self.is_shown = False
+        self._setattr_on_modules(self.sharded_param)
+
+    def flat(self, local: Tensor) -> Tensor:
+        """Return a rank's part as FSDP1 showed it: with one dim, unless every rank has all of it.
+
+        A layer that is called outside of the model's forward then fails. With the dims of a shard
+        it would compute with a part of its weights.
+        """
+        return local if self.shard_mesh.size() == 1 else local.reshape(-1)
+
+    @property
+    def fqn(self) -> str:
+        """Return the name that FSDP2's errors use, known from the first forward on."""
+        return self._param_fqn or self._module_info.param_name
+
+    # ---- what FSDP2 calls
+
+    def _setattr_on_modules(self, param: nn.Parameter) -> None:
+        if param is self.sharded_param and self.is_shown:
+            param = self.plain
+        super()._setattr_on_modules(param)
+
+    def take_gradient(self, sharded: Any) -> None:
+        """Called by FSDP2 when the DTensor's gradient is reduced, in the reduction's stream."""
+        if not self.is_shown:
+            return
+        grad = self.flat(sharded.grad._local_tensor)
+        sharded.grad = None
+        if self.plain.grad is None:
+            self.plain.grad = grad
+        else:
+            self.plain.grad += grad
+        for hook in (post_accumulate_hooks(self.plain) or {}).values():
+            hook(self.plain)
+
+    def reset_sharded_param(self) -> None:
+        """Called by FSDP2 after ``.to()`` and ``load_state_dict()``, and before a first forward."""
+        if not self.is_shown:
+            super().reset_sharded_param()  # type: ignore[no-untyped-call]
+            return
+        self.find_registered()
+        if self.plain.dtype == self.sharded_param.dtype:
+            self.follow()
+        else:
+            self.convert()
+
+    # ---- before a forward
+
+    def find_registered(self) -> None:
+        """Take up another parameter that the program has put in the place of the plain one."""
+        if self.sharded_state is not ShardedState.SHARDED:
+            return
+        info = self._module_info
+        registered = info.module._parameters[info.param_name]
+        if registered is not self.plain and type(registered) is nn.Parameter:
+            self.plain = registered
+            self._setattr_on_modules(self.sharded_param)
+
+    def follow(self) -> None:
+        """Give the DTensor the values of another storage, and ``requires_grad``."""
+        self.find_registered()
+        plain, local = self.plain, self.sharded_param._local_tensor
+        if plain.data_ptr() != local.data_ptr() or plain.dtype != local.dtype:
+            if plain.shape != self.flat(local).shape:
+                raise RuntimeError(
+                    f"{self.fqn} has the shape {tuple(plain.shape)}, but this rank's shard has "
+                    f"{tuple(self.flat(local).shape)}. Write full values in "
+                    "FSDP.summon_full_params(model)."
+                )
+            self.copy_in(plain.detach())
+        if plain.requires_grad != self.sharded_param.requires_grad:
+            self.sharded_param.requires_grad_(plain.requires_grad)
+            self.has_changed = True
+
+    @torch.no_grad()
+    def copy_in(self, values: Tensor) -> None:
+        """Copy values to a new storage, padded as FSDP2 gathers it.
+
+        The program may still use the old one.
+        """
+        local = self.sharded_param._local_tensor
+        padded = torch.zeros(self.padded_sharded_param_size, dtype=local.dtype, device=values.device)
+        if self.pin_memory:
+            padded = padded.pin_memory()
+        dim = self.fsdp_placement.dim
+        local = padded.narrow(dim, 0, local.size(dim)) if local.numel() else padded.narrow(dim, 0, 0)
+        local.copy_(values.view(self.sharded_size))
+        self._sharded_param_data = padded.view(-1)
+        self.sharded_param._local_tensor = local
+        self.plain.data = self.flat(local)
+
+    def convert(self) -> None:
+        """Make the DTensor one of the plain parameter's dtype."""
+        if has_gradient(self):
+            raise RuntimeError(f"{self.fqn} cannot be converted while its gradient waits.")
+        old = self.sharded_param
+        self.sharded_param = nn.Parameter(old.detach().to(self.plain.dtype), old.requires_grad)
+        set_post_accumulate_hooks(self.sharded_param, self.own_hooks)
+        self.sharded_param.__dict__ = self.plain.__dict__
+        self._sharding_spec = self.sharded_param._spec
+        self.has_changed = True
+        if hasattr(self, "_unsharded_param"):  # FSDP2 makes it once, at the first forward
+            del self._unsharded_param
+            self.all_gather_outputs = []
+        self.copy_in(self.plain.detach())
+
+
+def _take_gradient(param: ref[PlainShard], sharded: nn.Parameter) -> None:
+    found = param()
+    if found is not None:
+        found.take_gradient(sharded)
+
+
+class PlainUnit(FSDPParamGroup):
+    """A unit of plain parameters, in which a gradient that is not reduced yet can be cleared.
+
+    FSDP1 kept such a gradient in ``p.grad``, where ``optimizer.zero_grad()`` drops it. FSDP2 keeps
+    it aside. Here ``p.grad`` is zeros meanwhile, to which the reduced gradient will be added, and a
+    backward begins by dropping what waits for the parameters whose ``p.grad`` is gone or was
+    zeroed. The zeros are negative: scaling them (clipping, ``unscale_``) keeps the sign,
+    ``zero_()`` does not.
+    """
+
+    fsdp_params: list[PlainShard]  # type: ignore[assignment]
+
+    @property
+    def shows_plain(self) -> bool:
+        """Functions of shardkit that need DTensors refuse the model then."""
+        return self.fsdp_params[0].is_shown
+
+    @not_compiled
+    def pre_backward(self, *args: Any) -> None:
+        self.drop_cleared()
+        super().pre_backward(*args)
+
+    @not_compiled
+    def post_backward(self, *unused: Any) -> None:
+        self.drop_cleared()  # where this backward did not reach the unit
+        super().post_backward()
+
+    def finalize_backward(self) -> None:
+        super().finalize_backward()  # type: ignore[no-untyped-call]
+        for param in self.fsdp_params:
+            if has_gradient(param):
+                if param.plain.grad is None:
+                    param.plain.grad = torch.full_like(param.plain, -0.0, requires_grad=False)
+                param.waiting = param.plain.grad, param.plain.grad._version
+
+    def drop_cleared(self) -> None:
+        is_zeroed = False
+        unit: Any = self
+        empty = []
+        for param in self.fsdp_params:
+            if param.waiting is None:
+                continue
+            (grad, version), param.waiting = param.waiting, None
+            now = param.plain.grad
+            if now is not grad:
+                drop_unreduced_gradients(unit, [param])
+            elif now._version != version and not now.numel():
+                empty.append(param)  # nothing to see: as the other parameters of the unit
+            elif now._version != version and not (now.any() or now.signbit().any()):
+                drop_unreduced_gradients(unit, [param])
+                is_zeroed = True
+        if is_zeroed:
+            drop_unreduced_gradients(unit, empty)
+
+
+# ---- for the drop-in
+
+
+def to_plain(module: FSDPModule, originals: Mapping[tuple[int, str], nn.Parameter]) -> None:
+    """Let the parameters of a module that was just sharded be plain.
+
+    ``show_plain`` shows them. Local.
+    """
+    for unit in units_of(module._get_fsdp_state()):
+        unit.__class__ = PlainUnit
+        for param in unit.fsdp_params:
+            param.__class__ = PlainShard
+            param.attach(originals[slot_of(param)])
+
+
+def show_plain(model: nn.Module) -> None:
+    """Show the plain parameters of a model that is sharded and initialized. Local."""
+    for unit in plain_units(model):
+        if unit.shows_plain:
+            continue
+        for param in unit.fsdp_params:
+            param.show()
+
+
+def plain_units(model: nn.Module) -> list[PlainUnit]:
+    units = [unit for state in states_of(model.modules()) for unit in units_of(state)]
+    return [unit for unit in units if isinstance(unit, PlainUnit)]
+
+
+def layout_of(param: PlainShard) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return the mesh and the placements by which ranks have parts of a parameter."""
+    return param._sharding_spec.mesh, param._sharding_spec.placements
+
+
+def plain_of_unsharded(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Return the plain parameter for each unsharded one that modules register at present. Local."""
+    found = {}
+    for unit in plain_units(model):
+        if not unit.is_sharded:
+            for param in unit.fsdp_params:
+                found[param._unsharded_param] = param.plain
+    return found
+
+
+@not_compiled
+def follow(units: Iterable[PlainUnit]) -> None:
+    """Let FSDP2 use what the program did to the plain parameters since the last forward. Local."""
+    for unit in units:
+        if not unit.shows_plain:
+            continue
+        has_changed = is_written = False
+        for param in unit.fsdp_params:
+            param.follow()
+            has_changed |= param.has_changed
+            param.has_changed = False
+            is_written |= param.version != param.plain._version
+            param.version = param.plain._version
+        if has_changed:
+            unit._init_mp_dtypes()  # of the parameters that train
+        if is_written and unit.is_unsharded:
+            unit.reshard()  # a forward without backward left it with the old values
+
+
+@contextmanager
+def as_dtensors(model: nn.Module) -> Iterator[dict[Tensor, PlainShard]]:
+    """In this context modules have FSDP2's DTensors, with gradients.
+
+    Yields them by plain parameter.
+    """
+    units = [unit for unit in plain_units(model) if unit.shows_plain]
+    follow(units)
+    shards: dict[Tensor, PlainShard] = {}
+    for unit in units:
+        unit.reshard()
+        for param in unit.fsdp_params:
+            param.hide()
+            shards[param.plain] = param
+    try:
+        yield shards
+    finally:
+        for param in shards.values():
+            param.show()
