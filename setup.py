@@ -10,13 +10,19 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^]]*)\]\((?P<target>(?!\w+:|#)[^)
 
 
 def repository(pyproject: str) -> str:
-    """Return the URL under ``[project.urls]``, or an empty string. A regular expression: Python 3.10 has no tomllib."""
-    found = re.search(r'^\[project\.urls\]\n(?:.+\n)*?Repository = "([^"]+)"', pyproject, re.MULTILINE)
+    """Return the URL under ``[project.urls]``, or an empty string. A regular expression: Python
+    3.10 has no tomllib.
+    """
+    found = re.search(
+        r'^\[project\.urls\]\n(?:.+\n)*?Repository = "([^"]+)"', pyproject, re.MULTILINE
+    )
     return found[1].rstrip("/") if found else ""
 
 
 def portable(readme: str, url: str) -> str:
-    """Return the text with links into the repository made absolute; without a URL links become text, pictures go."""
+    """Return the text with links into the repository made absolute; without a URL links become
+    text, pictures go.
+    """
 
     def instead(link: re.Match[str]) -> str:
         if not url:
@@ -27,5 +33,8 @@ def portable(readme: str, url: str) -> str:
 
 
 if __name__ == "__main__":
-    read = portable((HERE / "README.md").read_text("utf-8"), repository((HERE / "pyproject.toml").read_text("utf-8")))
+    read = portable(
+        (HERE / "README.md").read_text("utf-8"),
+        repository((HERE / "pyproject.toml").read_text("utf-8")),
+    )
     setup(long_description=read, long_description_content_type="text/markdown")

@@ -1,6 +1,7 @@
 """Hooks of mkdocs.yml: pages from outside of docs/, and the API reference with docstrings.
 
-The site's API reference is generated: headings and names from ``__init__.pyi``, text from the docstrings.
+The site's API reference is generated: headings and names from ``__init__.pyi``, text from the
+docstrings.
 """
 
 import importlib
@@ -11,10 +12,12 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-PAGES = {**OUTSIDE, "index.md": "README.md"}  # the README is for who reads the repository; the site has its own front
+# the README is for who reads the repository; the site has its own front
+PAGES = {**OUTSIDE, "index.md": "README.md"}
 STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()
 CODE = re.compile("(?<=<code>)[^<]*")
-PACKAGES = ("fsdp1", "integrations", "memory", "sequence", "state", "testing", "watching")  # beside the top level
+# beside the top level
+PACKAGES = ("fsdp1", "integrations", "memory", "sequence", "state", "testing", "watching")
 
 
 def on_files(files, config):
@@ -35,9 +38,13 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Show ``:func:`name``` of docstrings as code, and let code in tables break after its punctuation, for phones."""
+    """Show ``:func:`name``` of docstrings as code, and let code in tables break after its
+    punctuation, for phones.
+    """
     html = re.sub(r":\w+:<code>~?", "<code>", html)
-    return re.sub(r"<t[dh]\b.*?</t[dh]>", lambda cell: CODE.sub(_breakable, cell[0]), html, flags=re.DOTALL)
+    return re.sub(
+        r"<t[dh]\b.*?</t[dh]>", lambda cell: CODE.sub(_breakable, cell[0]), html, flags=re.DOTALL
+    )
 
 
 def _breakable(code):
@@ -45,9 +52,11 @@ def _breakable(code):
 
 
 def reference():
-    """Return a section of mkdocstrings directives for each heading of the stub, and for each package beside it.
+    """Return a section of mkdocstrings directives for each heading of the stub, and for each
+    package beside it.
 
-    Each name once, by the module that defines it: ``shardkit.meta.materialize`` would be a module, for example.
+    Each name once, by the module that defines it: ``shardkit.meta.materialize`` would be a module,
+    for example.
     """
     sections, shown = {}, set()
     for line in STUB.splitlines():
@@ -58,7 +67,9 @@ def reference():
     for package in PACKAGES:
         source = (ROOT / "shardkit" / package / "__init__.py").read_text()
         exports = re.findall(r"^from (shardkit[\w.]*) import (.+)$", source, re.MULTILINE)
-        names = [(module, name) for module, found in exports for name in re.findall(r"(\w+) as", found)]
+        names = [
+            (module, name) for module, found in exports for name in re.findall(r"(\w+) as", found)
+        ]
         sections[f"shardkit.{package}"] = names
     parts = []
     for heading, names in sections.items():

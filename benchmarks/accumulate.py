@@ -1,13 +1,15 @@
-"""What accumulation and a reduce dtype save on the wire: a step of 4 micro-batches, on 4 gloo ranks.
+"""What accumulation and a reduce dtype save on the wire: a step of 4 micro-batches, on 4 gloo
+ranks.
 
-Run: ``python -m benchmarks.accumulate``. A row is a schedule of ``shardkit.accumulate``; the first is torch's own,
-which reduces every micro-batch. Counted on each rank: all-gathers, reduce-scatters, and the megabytes it sends, as the
-payload of the collectives by the least that any algorithm sends, (N - 1) / N of what is gathered or scattered. Times
-are wall-clock, all schedules in turn in the same processes; medians with the smallest and largest. On the memory bus
-of one machine they say little of a network, where bytes count.
+Run: ``python -m benchmarks.accumulate``. A row is a schedule of ``shardkit.accumulate``; the first
+is torch's own, which reduces every micro-batch. Counted on each rank: all-gathers, reduce-scatters,
+and the megabytes it sends, as the payload of the collectives by the least that any algorithm sends,
+(N - 1) / N of what is gathered or scattered. Times are wall-clock, all schedules in turn in the
+same processes; medians with the smallest and largest. On the memory bus of one machine they say
+little of a network, where bytes count.
 
-The second table reduces the gradients of one backward in bf16: by torch's float32 reduce-scatter, and by its bf16 one.
-The difference is that of all gradients as one vector, relative to the first.
+The second table reduces the gradients of one backward in bf16: by torch's float32 reduce-scatter,
+and by its bf16 one. The difference is that of all gradients as one vector, relative to the first.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ SCHEDULES: dict[str, dict[str, Any] | None] = {
 FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 REDUCTIONS = {
     "float32 reduce-scatter": FLOAT32,
-    "bf16 reduce-scatter": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    "bf16 reduce-scatter": MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+    ),
 }
 
 
@@ -52,7 +56,11 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gathers = self.reductions = 0.0
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         operator = func.name().removeprefix("c10d::")
         if operator == "_allgather_base_":
@@ -73,7 +81,9 @@ def step(model: nn.Module, width: int, options: dict[str, Any] | None) -> None:
     """One step of all micro-batches."""
     model.zero_grad()
     for i in range(MICRO_BATCHES):
-        inputs = torch.randn(8, width, generator=torch.Generator().manual_seed(i * RANKS + dist.get_rank()))
+        inputs = torch.randn(
+            8, width, generator=torch.Generator().manual_seed(i * RANKS + dist.get_rank())
+        )
         if options is None:
             model(inputs).square().mean().backward()
         else:
@@ -96,7 +106,9 @@ def schedules(width: int, repeats: int) -> list[str]:
     for name, options in SCHEDULES.items():
         with comm_counts() as counted, SentBytes() as sent:
             step(model, width, options)
-        ratio = statistics.median(times[name]) / statistics.median(times["every micro-batch (torch)"])
+        ratio = statistics.median(times[name]) / statistics.median(
+            times["every micro-batch (torch)"]
+        )
         megabytes = (sent.gathers + sent.reductions) / 1e6
         rows.append(
             f"{name:28s} {counted.all_gathers:4d} {counted.reduce_scatters:4d} {megabytes:8.1f} MB"
@@ -128,8 +140,8 @@ def reductions(width: int, repeats: int) -> list[str]:
         difference = ((grads_of[name] - grads_of[first]).norm() / grads_of[first].norm()).item()
         ratio = statistics.median(times[name]) / statistics.median(times[first])
         rows.append(
-            f"{name:28s} {sent_by[name] / 1e6:8.1f} MB  {sent_by[name] / sent_by[first]:.2f} of float32"
-            f"  difference {difference:.1e}  {spread(times[name])}  {ratio:.2f} of float32"
+            f"{name:28s} {sent_by[name] / 1e6:8.1f} MB  {sent_by[name] / sent_by[first]:.2f} of "
+            f"float32  difference {difference:.1e}  {spread(times[name])}  {ratio:.2f} of float32"
         )
     return rows
 
@@ -137,23 +149,30 @@ def reductions(width: int, repeats: int) -> list[str]:
 def gradients(model: nn.Module) -> torch.Tensor:
     """All gradients as one float64 vector."""
     grads = [param.grad for param in model.parameters()]
-    return torch.cat([grad.full_tensor().double().flatten() for grad in grads if isinstance(grad, DTensor)])
+    return torch.cat(
+        [grad.full_tensor().double().flatten() for grad in grads if isinstance(grad, DTensor)]
+    )
 
 
 def spread(times: list[float]) -> str:
     """Median, and the range, in milliseconds."""
-    median, least, most = (1e3 * value for value in (statistics.median(times), min(times), max(times)))
+    median, least, most = (
+        1e3 * value for value in (statistics.median(times), min(times), max(times))
+    )
     return f"{median:6.1f} ms ({least:.1f} to {most:.1f})"
 
 
 def main() -> None:
     """Run both tables on fresh ranks and print rank 0's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=1024, help="features of each layer")
     parser.add_argument("--repeats", type=int, default=11)
     arguments = parser.parse_args()
     print(
-        f"torch {torch.__version__}, {RANKS} gloo ranks, 8 layers of {arguments.width}, {MICRO_BATCHES} micro-batches"
+        f"torch {torch.__version__}, {RANKS} gloo ranks, 8 layers of {arguments.width}, "
+        f"{MICRO_BATCHES} micro-batches"
     )
     with RankPool(RANKS, backend="gloo", timeout=500) as pool:
         for table in (schedules, reductions):

@@ -1,9 +1,11 @@
-"""The bytes of the fullest rank, over the least that FSDP2 can reach, for models of transformers at their real sizes.
+"""The bytes of the fullest rank, over the least that FSDP2 can reach, for models of transformers at
+their real sizes.
 
-Run: ``python -m benchmarks.balance [name ...] [--ranks 8 64 256 1024]``, some minutes. Needs transformers. Every causal
-language model whose default config builds on meta is planned with ``plan_model(model)``; ``--apply`` also shards each
-in a fake process group and reads the local shapes of rank 0, which holds the most. The bound is made here from shapes:
-for each parameter the smallest shard over its dims, where dims other than 0 must divide. It is a count, with no GPU.
+Run: ``python -m benchmarks.balance [name ...] [--ranks 8 64 256 1024]``, some minutes. Needs
+transformers. Every causal language model whose default config builds on meta is planned with
+``plan_model(model)``; ``--apply`` also shards each in a fake process group and reads the local
+shapes of rank 0, which holds the most. The bound is made here from shapes: for each parameter the
+smallest shard over its dims, where dims other than 0 must divide. It is a count, with no GPU.
 ``dim 0`` is the same for a plan that shards dim 0 only; ``ideal`` is an equal part of everything.
 """
 
@@ -68,7 +70,9 @@ def is_moe(model: nn.Module) -> bool:
 
 
 def compare(name: str, worlds: Iterable[int], apply: bool) -> tuple[float, bool] | None:
-    """Print one line for a model; return the largest ratio and whether it is a MoE, or None if it does not build."""
+    """Print one line for a model; return the largest ratio and whether it is a MoE, or None if it
+    does not build.
+    """
     if (model := on_meta(name)) is None:
         return None
     total, moe = sum(param.nbytes for param in model.parameters()), is_moe(model)
@@ -82,26 +86,43 @@ def compare(name: str, worlds: Iterable[int], apply: bool) -> tuple[float, bool]
             applied = held_when_applied(on_meta(name), ranks)
             assert applied == ours, (applied, ours)
         ratios.append(ours / best)
-        print(f"  {ours / best:6.4f} ({rows / best:8.2f}, {best * ranks / total:5.2f})", end="", flush=True)
+        print(
+            f"  {ours / best:6.4f} ({rows / best:8.2f}, {best * ranks / total:5.2f})",
+            end="",
+            flush=True,
+        )
     print(flush=True)
     return max(ratios), moe
 
 
 def main() -> None:
-    """Print a line per model: ratios to the best, in brackets those of dim 0, and of the best to an equal part."""
+    """Print a line per model: ratios to the best, in brackets those of dim 0, and of the best to an
+    equal part.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="classes of transformers; all causal language models by default")
+    parser.add_argument(
+        "names", nargs="*", help="classes of transformers; all causal language models by default"
+    )
     parser.add_argument("--ranks", nargs="*", type=int, default=[8, 64, 256, 1024])
-    parser.add_argument("--apply", action="store_true", help="also shard each model, in a fake process group")
+    parser.add_argument(
+        "--apply", action="store_true", help="also shard each model, in a fake process group"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     names = options.names or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
     print(f"on {options.ranks} ranks: plan over the best (dim 0 over the best, best over ideal)")
-    found = [ratio for name in names if (ratio := compare(name, options.ranks, options.apply)) is not None]
+    found = [
+        ratio
+        for name in names
+        if (ratio := compare(name, options.ranks, options.apply)) is not None
+    ]
     for kind in (True, False):
         ratios = [ratio for ratio, moe in found if moe is kind]
-        print(f"{'moe' if kind else 'dense'}: {len(ratios)} models, largest {max(ratios, default=0):.4f}")
+        print(
+            f"{'moe' if kind else 'dense'}: {len(ratios)} models, largest "
+            f"{max(ratios, default=0):.4f}"
+        )
 
 
 if __name__ == "__main__":

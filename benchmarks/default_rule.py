@@ -1,11 +1,14 @@
-"""The default plan against an expert's units, on models of many kinds in their real sizes, without a GPU.
+"""The default plan against an expert's units, on models of many kinds in their real sizes, without
+a GPU.
 
-Run: ``python -m benchmarks.default_rule [NAME ...] [--write FILE]``; needs transformers, and timm, diffusers,
-torchvision and monai for their models. Each is planned on the meta device for 64 ranks, in float32 with AdamW. Peaks
-of one rank are shardkit's own estimate, for both sides: bytes counted on fake tensors, not measured on a GPU.
+Run: ``python -m benchmarks.default_rule [NAME ...] [--write FILE]``; needs transformers, and timm,
+diffusers, torchvision and monai for their models. Each is planned on the meta device for 64 ranks,
+in float32 with AdamW. Peaks of one rank are shardkit's own estimate, for both sides: bytes counted
+on fake tensors, not measured on a GPU.
 
-Columns: the largest unit as a share of the parameters; the units and all-gathers; the peak, and the peak with
-checkpointed blocks; each for the default and for the expert's units, and the ratio of the two.
+Columns: the largest unit as a share of the parameters; the units and all-gathers; the peak, and the
+peak with checkpointed blocks; each for the default and for the expert's units, and the ratio of the
+two.
 """
 
 from __future__ import annotations
@@ -26,7 +29,16 @@ from shardkit.memory.timeline import OPTIMIZERS, Prediction, timeline
 from shardkit.memory.trace import trace
 
 MESH = MeshSpec.sharded(64)
-HEADER = ["model", "parameters", "largest unit", "units", "all-gathers", "peak", "checkpointed", "seconds to plan"]
+HEADER = [
+    "model",
+    "parameters",
+    "largest unit",
+    "units",
+    "all-gathers",
+    "peak",
+    "checkpointed",
+    "seconds to plan",
+]
 
 
 def peak_bytes(model: nn.Module, plan: ShardingPlan, batch: Any) -> int:
@@ -38,7 +50,9 @@ def peak_bytes(model: nn.Module, plan: ShardingPlan, batch: Any) -> int:
 
 def plans_of(case: Case, model: nn.Module, checkpoint: bool) -> tuple[ShardingPlan, ShardingPlan]:
     """The default plan, and the expert's."""
-    units = [by_name(*case.units)] + [group(*case.tail, reshard_after_forward=False)] * bool(case.tail)
+    units = [by_name(*case.units)] + [group(*case.tail, reshard_after_forward=False)] * bool(
+        case.tail
+    )
     ours = plan_model(model, mesh=MESH, checkpoint_activations=checkpoint)
     hand = plan_model(model, mesh=MESH, units=units)
     blocks = any(unit.blocks for unit in hand.units)  # of vgg16's single layers there are none
@@ -57,9 +71,14 @@ def build(case: Case) -> nn.Module:
 
 
 def peaks(case: Case, model: nn.Module, checkpoint: bool) -> str:
-    """The peaks of both plans, or why there are none, as where a model has nothing to checkpoint."""
+    """The peaks of both plans, or why there are none, as where a model has
+    nothing to checkpoint.
+    """
     try:
-        ours, hand = (peak_bytes(model, plan, case.batch) / 2**30 for plan in plans_of(case, model, checkpoint))
+        ours, hand = (
+            peak_bytes(model, plan, case.batch) / 2**30
+            for plan in plans_of(case, model, checkpoint)
+        )
     except PlanError as error:
         return str(error).partition(". ")[0]
     return f"{ours:.2f}, {hand:.2f} GiB: {ours / hand:.2f}"
@@ -71,7 +90,10 @@ def row_of(case: Case) -> list[str]:
     started = time.perf_counter()
     plans = plans_of(case, model, checkpoint=False)
     seconds = time.perf_counter() - started
-    shares = [max(sum(spec.numel for spec in plan.specs_of(unit)) for unit in plan.units) for plan in plans]
+    shares = [
+        max(sum(spec.numel for spec in plan.specs_of(unit)) for unit in plan.units)
+        for plan in plans
+    ]
     total = sum(spec.numel for spec in plans[0].params)
     gathers = [plan.collectives().all_gathers for plan in plans]
     return [
@@ -88,13 +110,20 @@ def row_of(case: Case) -> list[str]:
 def main() -> None:
     """Print the table; each cell has the default's figure, the expert's, and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="models whose names contain one of these; all by default")
+    parser.add_argument(
+        "names", nargs="*", help="models whose names contain one of these; all by default"
+    )
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     lines = ["| " + " | ".join(HEADER) + " |", "| --- " * len(HEADER) + "|"]
-    print(f"torch {torch.__version__}, {MESH.size} ranks, float32, AdamW, estimated", *lines, sep="\n", flush=True)
+    print(
+        f"torch {torch.__version__}, {MESH.size} ranks, float32, AdamW, estimated",
+        *lines,
+        sep="\n",
+        flush=True,
+    )
     for case in cases():
         if options.names and not any(name.lower() in case.name.lower() for name in options.names):
             continue

@@ -1,14 +1,16 @@
-"""CPU time of one rank's training step: the FSDP1 drop-in against torch's FSDP1, and ``fully_shard`` by hand.
+"""CPU time of one rank's training step: the FSDP1 drop-in against torch's FSDP1, and
+``fully_shard`` by hand.
 
-Run: ``python -m benchmarks.dropin``. Two gloo ranks build the same Llama on each side and train it on the same tokens.
-The sides take turns, a step each, in an order that rotates; the drop-in's replacements in torch are there in its own
-turns only. A time is the process's CPU time with all threads, which other processes change less than the clock's.
-Wrapping and the first steps are not counted.
+Run: ``python -m benchmarks.dropin``. Two gloo ranks build the same Llama on each side and train it
+on the same tokens. The sides take turns, a step each, in an order that rotates; the drop-in's
+replacements in torch are there in its own turns only. A time is the process's CPU time with all
+threads, which other processes change less than the clock's. Wrapping and the first steps are not
+counted.
 
-Printed are medians of rank 0 over the steps, by phase, and the ratio of the sums of the phases' medians to FSDP1's, and
-to ``fully_shard``'s: the former is what a program sees, the latter what the drop-in adds to FSDP2. By hand is
-``fully_shard`` on blocks and root, torch's clipping, and ``step_on_local_shards``, without which DTensors' step would
-hide all else.
+Printed are medians of rank 0 over the steps, by phase, and the ratio of the sums of the phases'
+medians to FSDP1's, and to ``fully_shard``'s: the former is what a program sees, the latter what the
+drop-in adds to FSDP2. By hand is ``fully_shard`` on blocks and root, torch's clipping, and
+``step_on_local_shards``, without which DTensors' step would hide all else.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -61,7 +69,9 @@ PROGRAMS = {
     "pretraining": Program(256, 8, 64),
     "pretraining, more tokens": Program(256, 4, 512),
     "flat parameters, no clip": Program(512, 4, 64, flat=True, clips=False),
-    "bf16, SHARD_GRAD_OP, 2 micro-batches": Program(256, 6, 64, bfloat16=True, gathered=True, micro_batches=2),
+    "bf16, SHARD_GRAD_OP, 2 micro-batches": Program(
+        256, 6, 64, bfloat16=True, gathered=True, micro_batches=2
+    ),
 }
 
 
@@ -76,7 +86,9 @@ def by_fsdp1(model: nn.Module, program: Program, wrapper: Any) -> Any:
     return wrapper(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if program.gathered else ShardingStrategy.FULL_SHARD,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP
+        if program.gathered
+        else ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(**BFLOAT16) if program.bfloat16 else None,
         device_id=torch.device("cpu"),
         use_orig_params=not program.flat,
@@ -93,7 +105,9 @@ def by_hand(model: Llama, program: Program) -> Any:
 
 @dataclass
 class Side:
-    """One way to train a program's model, and the milliseconds of each phase of each of its steps."""
+    """One way to train a program's model, and the milliseconds of each phase of each
+    of its steps.
+    """
 
     program: Program
     model: Any
@@ -147,7 +161,10 @@ def sides(program: Program) -> dict[str, Side]:
         "drop-in": by_fsdp1(llama(program), program, DropIn),
     }
     guards.uninstall()
-    made = {name: Side(program, model, torch.optim.AdamW(model.parameters())) for name, model in models.items()}
+    made = {
+        name: Side(program, model, torch.optim.AdamW(model.parameters()))
+        for name, model in models.items()
+    }
     step_on_local_shards(made["fully_shard"].optimizer)
     return made
 
@@ -173,13 +190,20 @@ def table(title: str, found: dict[str, dict[str, float]]) -> str:
     lines = [title]
     for name, phases in found.items():
         parts = "  ".join(f"{phase} {milliseconds:7.2f}" for phase, milliseconds in phases.items())
-        lines.append(f"  {name:12s}{total[name]:8.2f} ms = {parts}   {total[name] / total['FSDP1']:.2f} of FSDP1")
-    return "\n".join([*lines, f"  drop-in / fully_shard: {total['drop-in'] / total['fully_shard']:.2f}"])
+        lines.append(
+            f"  {name:12s}{total[name]:8.2f} ms = {parts}   {total[name] / total['FSDP1']:.2f} of "
+            "FSDP1"
+        )
+    return "\n".join(
+        [*lines, f"  drop-in / fully_shard: {total['drop-in'] / total['fully_shard']:.2f}"]
+    )
 
 
 def rank(number: int, file: str, steps: int, wanted: str) -> None:
     """Measure in one rank, and print in the first."""
-    dist.init_process_group("gloo", rank=number, world_size=RANKS, store=dist.FileStore(file, RANKS))
+    dist.init_process_group(
+        "gloo", rank=number, world_size=RANKS, store=dist.FileStore(file, RANKS)
+    )
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch says of each use of FSDP1 that it is deprecated
     for title, program in PROGRAMS.items():
@@ -196,7 +220,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only", default="", help="programs whose title contains this")
     options = parser.parse_args()
-    print(f"torch {torch.__version__}, {RANKS} gloo ranks, {options.steps} steps a side, 1 thread, AdamW")
+    print(
+        f"torch {torch.__version__}, {RANKS} gloo ranks, {options.steps} steps a side, 1 thread, "
+        "AdamW"
+    )
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank, (str(Path(folder) / "store"), options.steps, options.only), RANKS)
 

@@ -1,10 +1,13 @@
-"""The tables of docs/choosing.md: what to use for Llamas of three sizes on 1, 8 and 64 ranks of 80 GiB.
+"""The tables of docs/choosing.md: what to use for Llamas of three sizes on 1, 8 and 64 ranks of 80
+GiB.
 
-Run: ``python -m benchmarks.guide``; ``--write`` puts them into the page, and ``test_benchmark_guide.py`` holds that
-they are what the code says. Each answer is what ``plan_for_budget`` chooses for sharding over all ranks.
+Run: ``python -m benchmarks.guide``; ``--write`` puts them into the page, and
+``test_benchmark_guide.py`` holds that they are what the code says. Each answer is what
+``plan_for_budget`` chooses for sharding over all ranks.
 
-Only models of few blocks are traced: all blocks between the first and the last do the same, so a trace of four blocks
-gives that of eighty. ``test_benchmark_guide.py`` compares one with a whole trace.
+Only models of few blocks are traced: all blocks between the first and the last do the same, so a
+trace of four blocks gives that of eighty. ``test_benchmark_guide.py`` compares one with a whole
+trace.
 """
 
 from __future__ import annotations
@@ -77,7 +80,9 @@ def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
 
 
 def stretched(shape: Shape, policies: Mapping[str, bool | str]) -> Trace:
-    """The trace of one step of the whole model: each block between the first and the last one does what they all do."""
+    """The trace of one step of the whole model: each block between the first and the last one does
+    what they all do.
+    """
     model, plan = planned(replace(shape, layers=TRACED))
     names = {f"{BLOCKS}{number}": number for number in range(TRACED)}
     short = trace(model, with_checkpoints(plan, policies), tokens(*TOKENS))
@@ -94,7 +99,9 @@ def stretched(shape: Shape, policies: Mapping[str, bool | str]) -> Trace:
             name = unit if number is None else f"{BLOCKS}{number}"
             intervals += [replace(interval, unit=name) for interval in same]
     grads = {name: size for name, size in short.grad_bytes.items() if name not in names}
-    grads |= {f"{BLOCKS}{number}": short.grad_bytes[name] for name in names for number in places[name]}
+    grads |= {
+        f"{BLOCKS}{number}": short.grad_bytes[name] for name in names for number in places[name]
+    }
     return replace(short, intervals=tuple(intervals), grad_bytes=grads)
 
 
@@ -111,7 +118,14 @@ def answers(size: str, measured: Step) -> Iterator[list[str]]:
         search = Search(on_ranks(measured, ranks), ADAMW, limit_of(BUDGET, reserve=0))
         search.run()
         best = search.weighed[-1]
-        yield [size, str(ranks), strategy(best.plan), best.name, nbytes(best.peak.total), nbytes(best.host)]
+        yield [
+            size,
+            str(ranks),
+            strategy(best.plan),
+            best.name,
+            nbytes(best.peak.total),
+            nbytes(best.host),
+        ]
 
 
 def peaks(size: str, measured: Step) -> Iterator[list[str]]:
@@ -133,7 +147,11 @@ def guide() -> str:
     best = [row for size, each in measured.items() for row in answers(size, each)]
     every = [row for size, each in measured.items() for row in peaks(size, each)]
     return "\n\n".join(
-        [_markdown(ANSWER_TITLES, best), PEAKS, _markdown(["Llama", "ranks", *STRATEGIES.values()], every)]
+        [
+            _markdown(ANSWER_TITLES, best),
+            PEAKS,
+            _markdown(["Llama", "ranks", *STRATEGIES.values()], every),
+        ]
     )
 
 

@@ -1,15 +1,19 @@
-"""What shardkit adds on one rank of thousands: seconds, and messages and bytes beside the data, of each of its calls.
+"""What shardkit adds on one rank of thousands: seconds, and messages and bytes beside the data, of
+each of its calls.
 
-Run: ``python -m benchmarks.many_ranks [--ranks 64 1024 4096 16384] [--models "Llama 405B" DeepSeek-V3]``;
-``--write`` puts the table into ``benchmarks/results/``. Needs transformers. Rows of 16,384 ranks take minutes of torch.
+Run: ``python -m benchmarks.many_ranks [--ranks 64 1024 4096 16384] [--models "Llama 405B"
+DeepSeek-V3]``; ``--write`` puts the table into ``benchmarks/results/``. Needs transformers. Rows of
+16,384 ranks take minutes of torch.
 
-One process acts as rank 0 of a fake world, the rank that does most, on a meta model of full size. Collectives return
-at once, so seconds, of CPU, are what the rank computes; bytes are what its collectives leave on it, so a gather counts
-with the parts of all ranks. ``shard_model`` plans too. Of its time that inside ``fully_shard`` and ``init_device_mesh``
-is torch's and listed apart; to agree is to hash what must be equal and to compare it. Saves and loads plan, open, lay
-out and check as always, with AdamW's state in float32 and random generators that differ between ranks; only the bytes
-of tensors are neither written, read nor summed, and files are sparse and not flushed. Gradients are None. Of ``watch``
-it is one poll in its thread, when every rank has made more calls than are published.
+One process acts as rank 0 of a fake world, the rank that does most, on a meta model of full size.
+Collectives return at once, so seconds, of CPU, are what the rank computes; bytes are what its
+collectives leave on it, so a gather counts with the parts of all ranks. ``shard_model`` plans too.
+Of its time that inside ``fully_shard`` and ``init_device_mesh`` is torch's and listed apart; to
+agree is to hash what must be equal and to compare it. Saves and loads plan, open, lay out and check
+as always, with AdamW's state in float32 and random generators that differ between ranks; only the
+bytes of tensors are neither written, read nor summed, and files are sparse and not flushed.
+Gradients are None. Of ``watch`` it is one poll in its thread, when every rank has made more calls
+than are published.
 """
 
 from __future__ import annotations
@@ -33,7 +37,14 @@ from torch import nn
 
 from benchmarks.scale.published import on_meta
 from benchmarks.scale.tables import MODELS
-from shardkit import MeshSpec, clip_grad_norm_, load_checkpoint, plan_model, save_checkpoint, shard_model
+from shardkit import (
+    MeshSpec,
+    clip_grad_norm_,
+    load_checkpoint,
+    plan_model,
+    save_checkpoint,
+    shard_model,
+)
 from shardkit import ranks as exchange
 from shardkit.apply import mesh, shard
 from shardkit.checkpoint import byte_ranges, native, save
@@ -41,7 +52,8 @@ from shardkit.checkpoint.format import NewFile
 from shardkit.shards import as_sharded
 from shardkit.testing import fake_world
 
-watching: Any = importlib.import_module("shardkit.watching.watch")  # the package has a function of that name
+# the package has a function of that name
+watching: Any = importlib.import_module("shardkit.watching.watch")
 RANKS = (64, 1024, 4096, 16384)
 SMALL = 1 << 16
 RESULTS = Path(__file__).parent / "results" / "many_ranks_202611.md"
@@ -66,7 +78,9 @@ def measured() -> Iterator[Cost]:
     def counting(call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             cost.messages += 1
-            cost.bytes += sum(each.nbytes for each in (args[0] if isinstance(args[0], list) else [args[0]]))
+            cost.bytes += sum(
+                each.nbytes for each in (args[0] if isinstance(args[0], list) else [args[0]])
+            )
             return call(*args, **kwargs)
 
         return counted
@@ -85,8 +99,12 @@ def measured() -> Iterator[Cost]:
         for name in ("all_reduce", "all_gather", "broadcast"):
             stack.enter_context(patch.object(dist, name, counting(getattr(dist, name))))
         stack.enter_context(patch.object(shard, "fully_shard", apart(shard.fully_shard, "torchs")))
-        stack.enter_context(patch.object(mesh, "init_device_mesh", apart(mesh.init_device_mesh, "torchs")))
-        stack.enter_context(patch.object(exchange, "raise_together", apart(exchange.raise_together, "agreeing")))
+        stack.enter_context(
+            patch.object(mesh, "init_device_mesh", apart(mesh.init_device_mesh, "torchs"))
+        )
+        stack.enter_context(
+            patch.object(exchange, "raise_together", apart(exchange.raise_together, "agreeing"))
+        )
         gc.collect()
         start = time.process_time()
         yield cost
@@ -95,7 +113,9 @@ def measured() -> Iterator[Cost]:
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """No bytes of tensors are written, read or summed, but for small ones; headers and each rank's own data are."""
+    """No bytes of tensors are written, read or summed, but for small ones; headers and each rank's
+    own data are.
+    """
 
     def write_all(descriptor: int, data: memoryview, start: int) -> None:
         if start == 0 or len(data) < SMALL:
@@ -105,12 +125,18 @@ def without_data() -> Iterator[None]:
         if len(data) < SMALL:
             _read_all(descriptor, data, start)
 
-    def write_parts(files: Sequence[NewFile], *args: Any, **kwargs: Any) -> dict[Path, tuple[int, int]]:
+    def write_parts(
+        files: Sequence[NewFile], *args: Any, **kwargs: Any
+    ) -> dict[Path, tuple[int, int]]:
         _write_parts(files, *args, **kwargs)
-        return {file.path: (file.size, 0) for file in files}  # as if the other ranks had written theirs
+        # as if the other ranks had written theirs
+        return {file.path: (file.size, 0) for file in files}
 
     def file_sums(files: Iterable[Path], *share: int) -> list[int]:
-        return [byte_ranges.bytes_sum(file.read_bytes(), 0) if file.name == save.STATE else 0 for file in files]
+        return [
+            byte_ranges.bytes_sum(file.read_bytes(), 0) if file.name == save.STATE else 0
+            for file in files
+        ]
 
     def each_equal(values: Sequence[Any], groups: Any) -> list[bool]:
         tensors, *own = _each_equal(values, groups)
@@ -137,13 +163,18 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW as after a step, in memory that nobody touches."""
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
-        moments = {name: as_sharded(torch.empty_like(param.to_local()), param) for name in ("exp_avg", "exp_avg_sq")}  # type: ignore[attr-defined, arg-type]
+        moments = {
+            name: as_sharded(torch.empty_like(param.to_local()), param)
+            for name in ("exp_avg", "exp_avg_sq")
+        }  # type: ignore[attr-defined, arg-type]
         optimizer.state[param] = {"step": torch.tensor(1.0), **moments}
     return optimizer
 
 
 def polled(model: nn.Module, ranks: int, rank: int) -> tuple[Cost, float]:
-    """One poll of a watch, of which every rank made the same calls; and the seconds between polls."""
+    """One poll of a watch, of which every rank made the same calls; and the
+    seconds between polls.
+    """
     cost, held = Cost(), dict[str, bytes]()
 
     class Store:
@@ -165,7 +196,10 @@ def polled(model: nn.Module, ranks: int, rank: int) -> tuple[Cost, float]:
         stack.enter_context(patch.object(dist, "get_rank", lambda *_: rank))
         found = watching._Watch([model], list(range(ranks)), 30.0, end=False, asks=False)
         for number in range(2 * watching.TAIL):
-            found._add(f"all-gather of model.layers.{number % 400}", f"train.py:{number % 2}: loss = model(ids)")
+            found._add(
+                f"all-gather of model.layers.{number % 400}",
+                f"train.py:{number % 2}: loss = model(ids)",
+            )
         found._poll()
         for key in [key for key in held if key.partition(" ")[0] == str(rank)]:
             held |= {f"{other}{key.removeprefix(str(rank))}": held[key] for other in range(ranks)}
@@ -207,19 +241,30 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama 405B", "DeepSeek-V3"])
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=["Llama 405B", "DeepSeek-V3"]
+    )
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     command = f"`python -m benchmarks.many_ranks --ranks {' '.join(map(str, options.ranks))}`"
-    lines = [f"# Many ranks, November 2026\n\n{command}: torch {torch.__version__}, 2 shared cores.\n"]
-    lines.append("| model | ranks | call | CPU seconds of ours | to agree | of torch | messages | bytes |")
+    lines = [
+        f"# Many ranks, November 2026\n\n{command}: torch {torch.__version__}, 2 shared cores.\n"
+    ]
+    lines.append(
+        "| model | ranks | call | CPU seconds of ours | to agree | of torch | messages | bytes |"
+    )
     lines.append("|---" * 8 + "|")
     for name in options.models:
         for ranks in options.ranks:
             with tempfile.TemporaryDirectory() as folder:
                 for call, cost in costs(on_meta(MODELS[name]()), ranks, Path(folder)):
-                    agreeing, torchs = (f"{s:.3f}" if s else "-" for s in (cost.agreeing, cost.torchs))
-                    numbers = f"{cost.seconds:.3f} | {agreeing} | {torchs} | {cost.messages:,} | {cost.bytes:,}"
+                    agreeing, torchs = (
+                        f"{s:.3f}" if s else "-" for s in (cost.agreeing, cost.torchs)
+                    )
+                    numbers = (
+                        f"{cost.seconds:.3f} | {agreeing} | {torchs} | {cost.messages:,} | "
+                        f"{cost.bytes:,}"
+                    )
                     lines.append(f"| {name} | {ranks:,} | {call} | {numbers} |")
                     print(lines[-1], flush=True)
             if options.write:

@@ -1,11 +1,13 @@
-"""Predicted memory of one rank of 8 against what torch's allocator saw, of Llamas of 1B and 8B under six plans.
+"""Predicted memory of one rank of 8 against what torch's allocator saw, of Llamas of 1B and 8B
+under six plans.
 
-Run: ``python -m benchmarks.memory`` on one GPU: the ``fake`` process group gives rank 0 of 8 its real memory, though
-values are wrong. Measured are ``max_memory_allocated`` and ``max_memory_reserved`` of the third step with fused AdamW,
-goal: at most 5 and 10 % away. Without a GPU they stay "not yet measured". ``--tiny`` counts the storages of a tiny
-Llama on a CPU instead (``tests/helpers/memory_count.py``), goal: 3 %, and then without an optimizer. Both also time
-``plan_for_budget`` for a 70B on 64 ranks, in CPU seconds of this process, goal: under 10. ``--out DIRECTORY`` gets
-``memory.json`` and ``memory.png``.
+Run: ``python -m benchmarks.memory`` on one GPU: the ``fake`` process group gives rank 0 of 8 its
+real memory, though values are wrong. Measured are ``max_memory_allocated`` and
+``max_memory_reserved`` of the third step with fused AdamW, goal: at most 5 and 10 % away. Without a
+GPU they stay "not yet measured". ``--tiny`` counts the storages of a tiny Llama on a CPU instead
+(``tests/helpers/memory_count.py``), goal: 3 %, and then without an optimizer. Both also time
+``plan_for_budget`` for a 70B on 64 ranks, in CPU seconds of this process, goal: under 10.
+``--out DIRECTORY`` gets ``memory.json`` and ``memory.png``.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ def counted(size: str, plan: ShardingPlan) -> dict[str, int]:
     from memory_count import counted_peak
 
     ids = torch.zeros(SHAPE_OF_BATCH[size], dtype=torch.long)
-    return {"allocated": counted_peak(Llama(SHAPES[size]), plan, lambda model: model(ids).backward()) + ids.nbytes}
+    return {
+        "allocated": counted_peak(Llama(SHAPES[size]), plan, lambda model: model(ids).backward())
+        + ids.nbytes
+    }
 
 
 def on_gpu(size: str, plan: ShardingPlan) -> dict[str, int]:
@@ -80,7 +85,10 @@ def on_gpu(size: str, plan: ShardingPlan) -> dict[str, int]:
             model(ids).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
 
 
 def measure(size: str) -> list[dict[str, Any]]:
@@ -90,7 +98,9 @@ def measure(size: str) -> list[dict[str, Any]]:
     records = []
     for name, plan in plans(model).items():
         expected = predicted(model, plan, batch, "none" if tiny else "adamw")
-        seen = counted(size, plan) if tiny else on_gpu(size, plan) if torch.cuda.is_available() else {}
+        seen = (
+            counted(size, plan) if tiny else on_gpu(size, plan) if torch.cuda.is_available() else {}
+        )
         records.append({"size": size, "plan": name, "predicted": expected, **seen})
     return records
 
@@ -114,7 +124,11 @@ def _row(record: dict[str, Any]) -> list[str]:
     cells = [record["size"], record["plan"], nbytes(record["predicted"])]
     for name in ("allocated", "reserved"):
         seen = record.get(name)
-        cells += ["not yet measured", "-"] if seen is None else [nbytes(seen), f"{record['predicted'] / seen - 1:+.2%}"]
+        cells += (
+            ["not yet measured", "-"]
+            if seen is None
+            else [nbytes(seen), f"{record['predicted'] / seen - 1:+.2%}"]
+        )
     return cells
 
 
@@ -144,15 +158,24 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny Llama, counted on the CPU")
     parser.add_argument("--out", type=Path, help="directory for memory.json and memory.png")
     options = parser.parse_args()
-    records = [record for size in (["tiny"] if options.tiny else ["1B", "8B"]) for record in measure(size)]
+    records = [
+        record for size in (["tiny"] if options.tiny else ["1B", "8B"]) for record in measure(size)
+    ]
     seconds = seconds_for_70b()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() and not options.tiny else "CPU"
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() and not options.tiny else "CPU"
+    )
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {device}")
     print(table(records))
     print(f"plan_for_budget of a 70B on 64 ranks: {seconds:.1f} CPU seconds")
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        facts = {"torch": torch.__version__, "device": device, "plan_70b_seconds": seconds, "records": records}
+        facts = {
+            "torch": torch.__version__,
+            "device": device,
+            "plan_70b_seconds": seconds,
+            "records": records,
+        }
         (options.out / "memory.json").write_text(json.dumps(facts, indent=2) + "\n")
         draw(records, options.out / "memory.png")
 

@@ -1,7 +1,9 @@
-"""What exact meta init costs: ``materialize`` on one rank of 4 against ordinary construction of the same model.
+"""What exact meta init costs: ``materialize`` on one rank of 4 against ordinary construction of the
+same model.
 
-Run: ``python -m benchmarks.meta``. Needs transformers. Both sides run in turn in this process, in wall-clock seconds:
-medians with the smallest and largest. The bytes are those of live tensors beyond this rank's shards, at their peak.
+Run: ``python -m benchmarks.meta``. Needs transformers. Both sides run in turn in this process, in
+wall-clock seconds: medians with the smallest and largest. The bytes are those of live tensors
+beyond this rank's shards, at their peak.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from shardkit.testing import fake_world
 REPEATS = 5
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "Llama, 8 layers of 1024": lambda: LlamaForCausalLM(
-        LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16)
+        LlamaConfig(
+            hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16
+        )
     ),
     "nn.Transformer": lambda: nn.Transformer(batch_first=True),
     "ViT-B/16": lambda: ViTForImageClassification(ViTConfig()),
@@ -59,10 +63,14 @@ def main() -> None:
             with fake_world(4):
                 model = recorded(build)
                 sides = [(construct, build), (replay, functools.partial(materialize, model))]
-                for times, call in sides if repeat % 2 else sides[::-1]:  # the first finds colder memory
+                # the first finds colder memory
+                for times, call in sides if repeat % 2 else sides[::-1]:
                     times.append(seconds(call))
         ratio = statistics.median(replay) / statistics.median(construct)
-        print(f"{name:24s} construct {spread(construct)}  materialize {spread(replay)}  ratio {ratio:.2f}")
+        print(
+            f"{name:24s} construct {spread(construct)}  materialize {spread(replay)}  ratio "
+            f"{ratio:.2f}"
+        )
 
 
 if __name__ == "__main__":

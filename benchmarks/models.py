@@ -1,4 +1,6 @@
-"""Llamas in plain torch, in the shapes that people train: nothing to install, and quick to build on meta."""
+"""Llamas in plain torch, in the shapes that people train: nothing to install, and quick to build on
+meta.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class Shape:
     tied: bool = False
 
 
-# From the config.json of meta-llama/Llama-3.2-1B, Llama-2-7b, Meta-Llama-3-8B and -70B: 1,235,814,400, 6,738,415,616,
-# 8,030,261,248 and 70,553,706,496 parameters.
+# From the config.json of meta-llama/Llama-3.2-1B, Llama-2-7b, Meta-Llama-3-8B and -70B:
+# 1,235,814,400, 6,738,415,616, 8,030,261,248 and 70,553,706,496 parameters.
 SHAPES = {
     "1B": Shape(2048, 8192, 16, 32, 8, 128_256, tied=True),
     "7B": Shape(4096, 11_008, 32, 32, 32, 32_000),
@@ -45,16 +47,18 @@ def _narrow(shape: Shape) -> Shape:
     return Shape(64, 160, shape.layers, 4, 2, 1000, shape.tied)
 
 
-# As deep as the others, with as many parameters of few elements: for what a CPU does besides computing.
+# As deep as the others, with as many parameters of few elements: for what a CPU does besides
+# computing.
 NARROW = {name: f"{name}-narrow" for name in ("1B", "8B")}
 SHAPES |= {narrow: _narrow(SHAPES[name]) for name, narrow in NARROW.items()}
 
 
 def rope_table(positions: int, head: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, ``(positions, head / 2)`` each, computed in float32.
+    """Cosines and sines of the rotary embedding, ``(positions, head / 2)`` each, computed in
+    float32.
 
-    Once for a forward, and handed to all blocks: each of them would make it again, and a buffer would have to be filled
-    by whoever builds the model on meta.
+    Once for a forward, and handed to all blocks: each of them would make it again, and a buffer
+    would have to be filled by whoever builds the model on meta.
     """
     half = head // 2
     frequencies = ROPE_BASE ** -(torch.arange(half, device=like.device) / half)
@@ -65,15 +69,16 @@ def rope_table(positions: int, head: int, like: Tensor) -> tuple[Tensor, Tensor]
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of heads: ``(batch, heads, positions, width)``."""
     low, high = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # does nothing but under autocast, where x alone is cast
+    # does nothing but under autocast, where x alone is cast
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> Tensor:
     """Causal attention of ``(batch, heads, positions, width)`` with fewer heads in keys and values.
 
-    In float32 no fused kernel of a GPU knows grouped heads (torch 2.13), and one that is not fused keeps all scores:
-    there ``grouped=False`` repeats keys and values.
+    In float32 no fused kernel of a GPU knows grouped heads (torch 2.13), and one that is not fused
+    keeps all scores: there ``grouped=False`` repeats keys and values.
     """
     if not grouped:
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
@@ -93,7 +98,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``(batch, positions, width)`` in and out."""
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = attend(q, k, v, grouped=q.dtype != torch.float32 or not q.is_cuda)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -129,12 +137,15 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The output layer, and the loss in chunks: whoever gathers the weight for its forward gathers it once.
+    """The output layer, and the loss in chunks: whoever gathers the weight for its forward gathers
+    it once.
 
     Attributes:
-        chunk: tokens whose logits exist at a time; None leaves the loss to the model, of all logits at once. 16,384
-            tokens of 128,256 words are 7.8 GiB in float32, and their gradient as many.
-        chunk_loss: :func:`chunk_loss`, or what ``torch.compile`` made of :func:`fusible_chunk_loss`.
+        chunk: tokens whose logits exist at a time; None leaves the loss to the model, of all logits
+            at once. 16,384 tokens of 128,256 words are 7.8 GiB in float32, and their gradient as
+            many.
+        chunk_loss: :func:`chunk_loss`, or what ``torch.compile`` made of
+            :func:`fusible_chunk_loss`.
     """
 
     def __init__(self, shape: Shape, chunk: int | None) -> None:
@@ -143,16 +154,21 @@ class Head(nn.Linear):
         self.chunk_loss = chunk_loss
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The logits of ``(batch, positions, width)``, or with targets, in chunks, the mean loss in float32."""
+        """The logits of ``(batch, positions, width)``, or with targets, in chunks, the mean loss in
+        float32.
+        """
         if targets is None:
             return super().forward(x)
         chunk = self.chunk or targets.numel()
-        loss = ChunkedLoss.apply(x.flatten(0, 1), self.weight, targets.flatten(), chunk, self.chunk_loss)  # type: ignore[no-untyped-call]
+        loss = ChunkedLoss.apply(
+            x.flatten(0, 1), self.weight, targets.flatten(), chunk, self.chunk_loss
+        )  # type: ignore[no-untyped-call]
         return loss  # type: ignore[no-any-return]  # noqa: RET504
 
 
 def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of a chunk's tokens times ``scale``, and its gradient by the logits in their dtype.
+    """The sum of the losses of a chunk's tokens times ``scale``, and its gradient by the logits in
+    their dtype.
 
     In place: one copy of the logits in float32 is all that exists.
     """
@@ -167,8 +183,12 @@ def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> tup
     return (losses * weights).sum(), powers.to(x.dtype)
 
 
-def fusible_chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a compiler, which fuses it to passes over the logits as the product left them."""
+def fusible_chunk_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for a compiler, which fuses it to passes over the logits as the
+    product left them.
+    """
     weights, picked = _weights_and_picked(targets, scale)
     logits = (x @ weight.T).float()
     largest = logits.amax(dim=1, keepdim=True)
@@ -188,13 +208,19 @@ def _weights_and_picked(targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]
 class ChunkedLoss(torch.autograd.Function):
     """Cross entropy of a linear layer, whose logits exist for some tokens at a time.
 
-    Forward computes the gradients too, so backward has nothing to compute again: the matrix products are those of
-    ordinary cross entropy, three for each chunk. The weight's gradient is added up in the dtype of the weight.
+    Forward computes the gradients too, so backward has nothing to compute again: the matrix
+    products are those of ordinary cross entropy, three for each chunk. The weight's gradient is
+    added up in the dtype of the weight.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, per_chunk: Callable[..., Any]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        per_chunk: Callable[..., Any],
     ) -> Tensor:
         """The mean loss."""
         scale = 1.0 / (targets != NO_TARGET).sum()
@@ -238,7 +264,9 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Draw all values: logits with a variance of 1/4, so that the first loss is ln(vocabulary) and an eighth."""
+        """Draw all values: logits with a variance of 1/4, so that the first loss is ln(vocabulary)
+        and an eighth.
+        """
         for param in self.parameters():
             if param.dim() == 1:
                 param.fill_(1.0)

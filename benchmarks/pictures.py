@@ -1,7 +1,8 @@
 """The pictures of the README: a plan, unit by unit, and the memory of one step under it.
 
-Run: ``python -m benchmarks.pictures``, which writes ``docs/pictures/plan.png`` and ``docs/pictures/step.png``. Both are
-computed, for a Llama of the 8B shape on 64 ranks in bf16 with float32 masters; nothing is measured.
+Run: ``python -m benchmarks.pictures``, which writes ``docs/pictures/plan.png`` and
+``docs/pictures/step.png``. Both are computed, for a Llama of the 8B shape on 64 ranks in bf16 with
+float32 masters; nothing is measured.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 MESH = MeshSpec.sharded(64)
 COLORS = {"after forward": "#0072B2", "after backward": "#E69F00"}
+# Okabe and Ito's, for the color-blind
 OF_CATEGORIES = (
     "#0072B2",
     "#009E73",
@@ -30,21 +32,30 @@ OF_CATEGORIES = (
     "#F0E442",
     "#E69F00",
     "#BBBBBB",
-)  # Okabe and Ito's, for the color-blind
+)
 GIB = 2**30
 
 
 def draw_plan(plan: ShardingPlan, path: Path) -> None:
-    """Bars of what each unit's all-gather brings, in the order of forward, by when it is resharded."""
+    """Bars of what each unit's all-gather brings, in the order of forward, by when
+    it is resharded.
+    """
     units = [unit for unit in plan.units if unit.params]
     sizes = {spec.fqn: math.prod(spec.shape) for spec in plan.params}
     figure = Figure(figsize=(10, 3), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for when, color in COLORS.items():
-        at = [i for i, unit in enumerate(units) if bool(unit.reshard_after_forward) == (when == "after forward")]
-        height = [2 * sum(sizes[name] for name in units[i].params) / GIB for i in at]  # bf16: 2 bytes an element
+        at = [
+            i
+            for i, unit in enumerate(units)
+            if bool(unit.reshard_after_forward) == (when == "after forward")
+        ]
+        # bf16: 2 bytes an element
+        height = [2 * sum(sizes[name] for name in units[i].params) / GIB for i in at]
         axes.bar(at, height, color=color, label=f"resharded {when}")
-    axes.set_xticks(range(len(units)), [" + ".join(unit.modules) for unit in units], rotation=90, fontsize=7)
+    axes.set_xticks(
+        range(len(units)), [" + ".join(unit.modules) for unit in units], rotation=90, fontsize=7
+    )
     axes.set(ylabel="GiB gathered at once", title=str(plan).splitlines()[0])
     axes.margins(x=0.01)
     axes.spines[["top", "right"]].set_visible(False)
@@ -53,12 +64,24 @@ def draw_plan(plan: ShardingPlan, path: Path) -> None:
 
 
 def draw_step(predicted: Prediction, path: Path) -> None:
-    """What is alive through one step, from one hook of FSDP2 to the next: the height of a stretch is its peak."""
+    """What is alive through one step, from one hook of FSDP2 to the next: the height of a stretch
+    is its peak.
+    """
     points, highest = predicted.timeline, predicted.peak
     figure = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    sizes = [[getattr(point, category) / GIB for point in (*points, points[-1])] for category in CATEGORIES]
-    axes.stackplot(range(len(points) + 1), *sizes, labels=CATEGORIES, colors=OF_CATEGORIES, step="post", linewidth=0)
+    sizes = [
+        [getattr(point, category) / GIB for point in (*points, points[-1])]
+        for category in CATEGORIES
+    ]
+    axes.stackplot(
+        range(len(points) + 1),
+        *sizes,
+        labels=CATEGORIES,
+        colors=OF_CATEGORIES,
+        step="post",
+        linewidth=0,
+    )
     moments = [point.moment for point in points]
     starts = [0, moments.index(BACKWARD), moments.index(STEP)]
     axes.set_xticks(starts, ["forward", "backward", "step"], ha="left")

@@ -1,7 +1,7 @@
 """Planning time: ``plan_model`` of a 1,000-layer Llama against one walk over its parameters.
 
-Run: ``python -m benchmarks.plan``. Needs transformers. Both sides run in turn in this process; times are CPU seconds
-of this process, medians with the spread from the 25th to the 75th percentile.
+Run: ``python -m benchmarks.plan``. Needs transformers. Both sides run in turn in this process;
+times are CPU seconds of this process, medians with the spread from the 25th to the 75th percentile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ REPEATS = 21
 
 def model_of(layers: int) -> torch.nn.Module:
     """A Llama on the meta device, 9 parameters and 13 modules a layer."""
-    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4
+    )
     with torch.device("meta"):
         return LlamaForCausalLM(config)
 
@@ -44,7 +46,10 @@ def main() -> None:
     for _ in range(REPEATS):
         for name, call in sides.items():
             times[name].append(milliseconds(call))
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {REPEATS} repeats, 1,000 layers")
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {REPEATS} repeats, 1,000 "
+        "layers"
+    )
     for name, each in times.items():
         low, middle, high = statistics.quantiles(each, n=4)
         print(f"{name:32s} median {middle:6.1f} ms  ({low:.1f} to {high:.1f})")

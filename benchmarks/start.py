@@ -1,17 +1,20 @@
-"""From nothing to the first step: seconds and peak memory of a rank, by shardkit, torch's own ways, and accelerate.
+"""From nothing to the first step: seconds and peak memory of a rank, by shardkit, torch's own ways,
+and accelerate.
 
-Run: ``python -m benchmarks.start [--model 1B] [--rounds 3] [--only NAME]``; ``--write`` puts the tables into
-``benchmarks/results/`` after each round. Needs transformers, safetensors, accelerate, and for the 1B 12 GB of memory
-and 6 GB of disk; ``0.5B`` is a 1B of 4 layers.
+Run: ``python -m benchmarks.start [--model 1B] [--rounds 3] [--only NAME]``; ``--write`` puts the
+tables into ``benchmarks/results/`` after each round. Needs transformers, safetensors, accelerate,
+and for the 1B 12 GB of memory and 6 GB of disk; ``0.5B`` is a 1B of 4 layers.
 
-Each side runs in new processes: 2 gloo ranks of one thread, with all imports done. Sides take turns in rounds; a number
-is the fastest round's. Seconds are those of the slowest rank, CPU seconds of both ranks together. Memory is anonymous
-(not mapped files), the most of either rank beyond what it had after its imports, sampled by the parent each 5 ms. The
-model is transformers' Llama in bfloat16, with the embedding tied; the step is forward, backward and SGD on 4 tokens.
-Files were just written, so they come from the page cache. The first losses of all sides that load must be equal, which
-is checked.
+Each side runs in new processes: 2 gloo ranks of one thread, with all imports done. Sides take turns
+in rounds; a number is the fastest round's. Seconds are those of the slowest rank, CPU seconds of
+both ranks together. Memory is anonymous (not mapped files), the most of either rank beyond what it
+had after its imports, sampled by the parent each 5 ms. The model is transformers' Llama in
+bfloat16, with the embedding tied; the step is forward, backward and SGD on 4 tokens. Files were
+just written, so they come from the page cache. The first losses of all sides that load must be
+equal, which is checked.
 
-accelerate shards on accelerators only: its ``Accelerator`` is told that this is FSDP, and the rest is its own code.
+accelerate shards on accelerators only: its ``Accelerator`` is told that this is FSDP, and the rest
+is its own code.
 """
 
 from __future__ import annotations
@@ -136,7 +139,9 @@ def torch_plain_load(model: str, folder: Path, clock: Clock) -> nn.Module:
 
 
 def torch_meta_init(model: str, folder: Path, clock: Clock) -> nn.Module:
-    """torch's guide: meta, ``to_empty``, and the model's own initializers on shards, whose values are others."""
+    """torch's guide: meta, ``to_empty``, and the model's own initializers on shards, whose values
+    are others.
+    """
     module = _on_meta(model, clock)
     with clock("values"):
         _emptied(module, model)
@@ -150,7 +155,9 @@ def torch_broadcast(model: str, folder: Path, clock: Clock) -> nn.Module:
     with clock("values"):
         state = pretrained(folder).state_dict() if dist.get_rank() == 0 else {}
         _emptied(module, model)
-        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        set_model_state_dict(
+            module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        )
     return module
 
 
@@ -164,12 +171,19 @@ def torch_dcp(model: str, folder: Path, clock: Clock) -> nn.Module:
 
 
 def accelerate_load(model: str, folder: Path, clock: Clock) -> nn.Module:
-    """``cpu_ram_efficient_loading``: rank 0 loads the whole model, and ``prepare`` broadcasts it."""
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_VERSION="2")
+    """``cpu_ram_efficient_loading``: rank 0 loads the whole model, and
+    ``prepare`` broadcasts it.
+    """
+    os.environ.update(
+        ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_VERSION="2"
+    )
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
-    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    wrap = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
+    }
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True, **wrap)
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
@@ -277,7 +291,11 @@ def anonymous(process: int) -> int:
 @contextmanager
 def sampled(processes: list[int]) -> Iterator[list[int]]:
     """Fill a list with the peak of each process beyond what it has now."""
-    before, peaks, done = [anonymous(each) for each in processes], [0] * len(processes), threading.Event()
+    before, peaks, done = (
+        [anonymous(each) for each in processes],
+        [0] * len(processes),
+        threading.Event(),
+    )
 
     def sample() -> None:
         while not done.wait(0.005):
@@ -314,7 +332,9 @@ def measure(name: str, model: str, folder: Path) -> Measured:
             found = pool.run(stepped)
     clocks = [clock for clock, _ in found]
     seconds = {stage: max(clock.seconds.get(stage, 0) for clock in clocks) for stage in STAGES}
-    return Measured(seconds, sum(sum(clock.cpu.values()) for clock in clocks), ready, max(peaks), found[0][1])
+    return Measured(
+        seconds, sum(sum(clock.cpu.values()) for clock in clocks), ready, max(peaks), found[0][1]
+    )
 
 
 def check(found: dict[str, list[Measured]]) -> None:
@@ -322,7 +342,9 @@ def check(found: dict[str, list[Measured]]) -> None:
     for names in (LOAD, list(INITIALIZE)[:2]):
         losses = {run.loss for name in names for run in found.get(name, [])}
         if len(losses) > 1:
-            raise AssertionError(f"the first losses differ: { {name: found.get(name) for name in names} }")
+            raise AssertionError(
+                f"the first losses differ: { {name: found.get(name) for name in names} }"
+            )
 
 
 def table(title: str, found: dict[str, list[Measured]]) -> str:
@@ -341,10 +363,16 @@ def table(title: str, found: dict[str, list[Measured]]) -> str:
     cpu, ready = min(run.cpu for run in ours), min(run.ready for run in ours)
     for name, runs in found.items():
         fastest = min(runs, key=lambda run: sum(run.seconds.values()))
-        cells = [f"{fastest.seconds[stage]:.2f}" if fastest.seconds[stage] else "-" for stage in STAGES]
+        cells = [
+            f"{fastest.seconds[stage]:.2f}" if fastest.seconds[stage] else "-" for stage in STAGES
+        ]
         least, memory = min(run.cpu for run in runs), min(run.ready for run in runs)
         cells += [f"{sum(fastest.seconds.values()):.2f}", f"{least:.1f}", f"{least / cpu:.2f}"]
-        cells += [f"{memory / MIB:,.0f}", f"{memory / ready:.2f}", f"{min(run.peak for run in runs) / MIB:,.0f}"]
+        cells += [
+            f"{memory / MIB:,.0f}",
+            f"{memory / ready:.2f}",
+            f"{min(run.peak for run in runs) / MIB:,.0f}",
+        ]
         lines.append([name, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -366,7 +394,10 @@ def main() -> None:
         for number in range(options.rounds):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 found[name].append(measure(name, options.model, Path(folder)))
-                print(f"round {number + 1}, {name}: {sum(found[name][-1].seconds.values()):.1f} s", flush=True)
+                print(
+                    f"round {number + 1}, {name}: {sum(found[name][-1].seconds.values()):.1f} s",
+                    flush=True,
+                )
             text = page(options.model, number + 1, found)
             if options.write:
                 RESULTS.write_text(f"{text}\n")
@@ -376,19 +407,27 @@ def main() -> None:
 def page(model: str, rounds: int, found: dict[str, list[Measured]]) -> str:
     """The tables in Markdown, after the losses are checked."""
     check(found)
-    kinds = [(title, {name: found[name] for name in sides if name in found}) for title, sides in TABLES.items()]
-    return "\n\n".join([heading(model, rounds), *(table(title, sides) for title, sides in kinds if sides)])
+    kinds = [
+        (title, {name: found[name] for name in sides if name in found})
+        for title, sides in TABLES.items()
+    ]
+    return "\n\n".join(
+        [heading(model, rounds), *(table(title, sides) for title, sides in kinds if sides)]
+    )
 
 
 def heading(model: str, rounds: int) -> str:
     """What was measured where."""
     versions = ", ".join(
-        f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate") if find_spec(name)
+        f"{name} {version(name)}"
+        for name in ("torch", "transformers", "accelerate")
+        if find_spec(name)
     )
     return (
-        f"# Start to first step, CPU, November 2026\n\n`python -m benchmarks.start --model {model} --rounds {rounds}`: "
-        f"{versions}, Python {platform.python_version()}, {os.cpu_count()} shared cores, {RANKS} "
-        "gloo ranks. The fastest of all rounds; seconds of the slowest rank, CPU seconds of both."
+        f"# Start to first step, CPU, November 2026\n\n`python -m benchmarks.start --model {model} "
+        f"--rounds {rounds}`: {versions}, Python {platform.python_version()}, {os.cpu_count()} "
+        f"shared cores, {RANKS} gloo ranks. The fastest of all rounds; seconds of the slowest "
+        "rank, CPU seconds of both."
     )
 
 

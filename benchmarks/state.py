@@ -1,8 +1,9 @@
 """State in memory, against torch's own calls, on 4 gloo ranks of this machine.
 
-Run with ``python -m benchmarks.state [width] [repeats]``. Both sides run in turn in one run, in wall-clock seconds
-until the last rank is done: medians with the smallest and largest; a first turn is not counted. The model is 24 blocks
-of two linear layers and a norm, of 8 ``width``^2 parameters each, in float32, with AdamW.
+Run with ``python -m benchmarks.state [width] [repeats]``. Both sides run in turn in one run, in
+wall-clock seconds until the last rank is done: medians with the smallest and largest; a first turn
+is not counted. The model is 24 blocks of two linear layers and a norm, of 8 ``width``^2 parameters
+each, in float32, with AdamW.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 @dataclass
 class Bench:
-    """What the cases use: on each rank a sharded model, its optimizer with state, and the full state dict."""
+    """What the cases use: on each rank a sharded model, its optimizer with state, and the full
+    state dict.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -49,7 +52,9 @@ class Bench:
 
     @property
     def on_rank_0(self) -> dict[str, Any]:
-        """The full state dict on rank 0, nothing elsewhere; torch's function changes the dict that it is given."""
+        """The full state dict on rank 0, nothing elsewhere; torch's function changes the dict that
+        it is given.
+        """
         return dict(self.state) if dist.get_rank() == 0 else {}
 
 
@@ -100,7 +105,9 @@ CASES = (
 
 def block(width: int) -> nn.Module:
     """Two linear layers and a norm."""
-    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+    )
 
 
 def bench_of(width: int) -> Bench:
@@ -136,7 +143,8 @@ def measure(rank: int, file: str, width: int, repeats: int) -> None:
     for case in CASES:
         times: dict[str, list[float]] = {"ours": [], "theirs": []}
         for turn in range(repeats + 1):
-            for side in ("ours", "theirs") if turn % 2 else ("theirs", "ours"):  # the first finds colder memory
+            # the first finds colder memory
+            for side in ("ours", "theirs") if turn % 2 else ("theirs", "ours"):
                 times[side].append(seconds(getattr(case, side), bench))
         if rank == 0:
             print(line(case, times["ours"][1:], times["theirs"][1:]), flush=True)
@@ -147,7 +155,10 @@ def measure(rank: int, file: str, width: int, repeats: int) -> None:
 def line(case: Case, ours: list[float], theirs: list[float]) -> str:
     """A case with its ratio."""
     ratio = statistics.median(ours) / statistics.median(theirs)
-    return f"{case.name:32s} shardkit {spread(ours)}  torch {spread(theirs)}  ratio {ratio:.2f} (goal {case.goal:.2f})"
+    return (
+        f"{case.name:32s} shardkit {spread(ours)}  torch {spread(theirs)}  ratio {ratio:.2f} (goal "
+        f"{case.goal:.2f})"
+    )
 
 
 def spread(times: list[float]) -> str:
@@ -158,7 +169,10 @@ def spread(times: list[float]) -> str:
 def main(width: int = 512, repeats: int = 5) -> None:
     """Measure all cases in turn."""
     mebibytes = sum(p.numel() for p in block(width).parameters()) * BLOCKS * 4 / 2**20
-    print(f"torch {torch.__version__}, {RANKS} ranks, gloo, {mebibytes:.0f} MiB of parameters, {repeats} repeats")
+    print(
+        f"torch {torch.__version__}, {RANKS} ranks, gloo, {mebibytes:.0f} MiB of parameters, "
+        f"{repeats} repeats"
+    )
     with tempfile.TemporaryDirectory() as directory:
         file = str(Path(directory) / "rendezvous")
         mp.spawn(measure, (file, width, repeats), RANKS)

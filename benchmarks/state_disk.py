@@ -1,14 +1,18 @@
-"""Saving and loading a sharded model as safetensors, against torch's own calls: 4 gloo ranks on one machine.
+"""Saving and loading a sharded model as safetensors, against torch's own calls: 4 gloo ranks on one
+machine.
 
-Run: ``python -m benchmarks.state_disk [--mebibytes 1024] [--repeats 5] [--directory DIR]``. Needs safetensors.
+Run: ``python -m benchmarks.state_disk [--mebibytes 1024] [--repeats 5] [--directory DIR]``. Needs
+safetensors.
 
-Every side of a row runs in turn in the same processes, on the same model; a time is wall-clock seconds from a barrier
-to a barrier, medians with the smallest and largest, and the ratio is that of the medians. Saves go to new files each
-time, deleted and synced outside of the time, and have the bytes on the disk (fsync) before they return. Loads read
-files that were just written, so from the page cache: a slower disk moves all sides towards its own speed.
+Every side of a row runs in turn in the same processes, on the same model; a time is wall-clock
+seconds from a barrier to a barrier, medians with the smallest and largest, and the ratio is that of
+the medians. Saves go to new files each time, deleted and synced outside of the time, and have the
+bytes on the disk (fsync) before they return. Loads read files that were just written, so from the
+page cache: a slower disk moves all sides towards its own speed.
 
-Peaks are of anonymous memory beyond what a rank had before, the largest of all ranks, sampled each millisecond; in
-multiples of the largest tensor. What the load of a meta model is to leave behind, the shards, is taken off.
+Peaks are of anonymous memory beyond what a rank had before, the largest of all ranks, sampled each
+millisecond; in multiples of the largest tensor. What the load of a meta model is to leave behind,
+the shards, is taken off.
 """
 
 from __future__ import annotations
@@ -28,7 +32,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from shardkit import shard_model
 from shardkit.checkpoint import load_pretrained, save_checkpoint
@@ -40,14 +48,18 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Model(nn.Module):
-    """Embedding, blocks and head, in float32: 48 MiB a block, and 64 each for the other two, the largest tensors."""
+    """Embedding, blocks and head, in float32: 48 MiB a block, and 64 each for the other two, the
+    largest tensors.
+    """
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(16 * WIDTH, WIDTH)
         self.layers = nn.ModuleList(
             nn.Sequential(
-                *(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+                *(nn.Linear(WIDTH, WIDTH) for _ in range(4)),
+                nn.Linear(WIDTH, 4 * WIDTH),
+                nn.Linear(4 * WIDTH, WIDTH),
             )
             for _ in range(blocks)
         )
@@ -66,7 +78,7 @@ def built(mebibytes: int, *, meta: bool = False) -> Model:
     return model
 
 
-# ---- the sides ------------------------------------------------------------------------------------------------
+# ---- the sides -----------------------------------------------------------------------------------
 
 
 def save_shardkit(model: Model, directory: Path) -> None:
@@ -78,7 +90,9 @@ def save_gathered(model: Model, directory: Path) -> None:
     """torch's full state dict on rank 0, and the package's save_file."""
     from safetensors.torch import save_file
 
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    full = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if dist.get_rank() == 0:
         save_file(full, directory / "model.safetensors")
         with open(directory / "model.safetensors", "rb+") as file:
@@ -101,7 +115,9 @@ def load_broadcast(model: Model, file: Path) -> None:
     from safetensors.torch import load_file
 
     full = load_file(file) if dist.get_rank() == 0 else {}
-    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_model_state_dict(
+        model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
 
 
 SAVES: dict[str, Callable[[Model, Path], None]] = {
@@ -109,14 +125,19 @@ SAVES: dict[str, Callable[[Model, Path], None]] = {
     "gather + save_file": save_gathered,
     "DCP": save_dcp,
 }
-LOADS: dict[str, Callable[[Model, Path], None]] = {"shardkit": load_shardkit, "torch broadcast": load_broadcast}
+LOADS: dict[str, Callable[[Model, Path], None]] = {
+    "shardkit": load_shardkit,
+    "torch broadcast": load_broadcast,
+}
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 class Peak:
-    """The largest anonymous memory of this process in a context, beyond that before it, in bytes."""
+    """The largest anonymous memory of this process in a context, beyond that before
+    it, in bytes.
+    """
 
     def __enter__(self) -> Peak:
         """Begin to look."""
@@ -144,7 +165,8 @@ class Peak:
 
 def measured(side: Callable[[Model, Path], None], model: Model, path: Path) -> tuple[float, int]:
     """Seconds from barrier to barrier, and this rank's peak."""
-    ctypes.CDLL(None).malloc_trim(0)  # memory that an earlier side freed would hide what this one takes
+    # memory that an earlier side freed would hide what this one takes
+    ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
     start = time.perf_counter()
     with Peak() as peak:
@@ -213,7 +235,7 @@ def check(model: Model) -> None:
         assert torch.equal(local, drawn), "not what was saved"
 
 
-# ---- the table ------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 RATIOS = [
     ("save: shardkit", "save: gather + save_file", 0.25),
@@ -227,11 +249,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mebibytes", type=int, default=1024, help="size of the model in float32")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=None, help="where files are written; default: the system's")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=None,
+        help="where files are written; default: the system's",
+    )
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.directory) as directory, RankPool(RANKS, timeout=580) as pool:
+    with (
+        tempfile.TemporaryDirectory(dir=args.directory) as directory,
+        RankPool(RANKS, timeout=580) as pool,
+    ):
         by_rank = pool.run(on_ranks, args.mebibytes, args.repeats, Path(directory))
-    print(f"torch {torch.__version__}, {RANKS} gloo ranks, 1 thread each, {args.mebibytes} MiB, {args.repeats} repeats")
+    print(
+        f"torch {torch.__version__}, {RANKS} gloo ranks, 1 thread each, {args.mebibytes} MiB, "
+        f"{args.repeats} repeats"
+    )
     times = {name: [seconds for seconds, _ in found] for name, found in by_rank[0].items()}
     for name, found in times.items():
         peak = max(peak for rank in by_rank for _, peak in rank[name])

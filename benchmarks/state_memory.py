@@ -1,10 +1,12 @@
-"""CPU memory that saving, loading, gathering and initializing take beyond what they leave: 4 gloo ranks, 2 GiB.
+"""CPU memory that saving, loading, gathering and initializing take beyond what they leave: 4 gloo
+ranks, 2 GiB.
 
-Run: ``python -m benchmarks.state_memory [--mebibytes 2048]``; ``--write`` puts the table into ``benchmarks/results/``.
-The model, and what a peak is, are those of ``benchmarks.state_disk``; from each peak what stays is taken off: the
-shards of a model that was on meta, the full tensors where they go. The largest tensors are the embedding and the head,
-a bucket is 64 MiB. Memory of a MiB or more is returned as soon as it is freed (``mallopt``): by default glibc raises
-that limit to 32 MiB and keeps twice as much, which would be counted as ours.
+Run: ``python -m benchmarks.state_memory [--mebibytes 2048]``; ``--write`` puts the table into
+``benchmarks/results/``. The model, and what a peak is, are those of ``benchmarks.state_disk``; from
+each peak what stays is taken off: the shards of a model that was on meta, the full tensors where
+they go. The largest tensors are the embedding and the head, a bucket is 64 MiB. Memory of a MiB or
+more is returned as soon as it is freed (``mallopt``): by default glibc raises that limit to 32 MiB
+and keeps twice as much, which would be counted as ours.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ def on_rank(mebibytes: int, folder: Path) -> dict[str, float]:
 
     path = folder / "a"
     note("`save_checkpoint`", lambda: save_checkpoint(path, model))
-    note("`save_checkpoint(async_=True)`", lambda: save_checkpoint(folder / "b", model, async_=True).wait())
+    note(
+        "`save_checkpoint(async_=True)`",
+        lambda: save_checkpoint(folder / "b", model, async_=True).wait(),
+    )
     note("`load_checkpoint`", lambda: load_checkpoint(path, model))
     note("`full_state_dict` to rank 0", lambda: full_state_dict(model), whole if is_root else 0)
     full = kept.pop("result")
@@ -64,7 +69,11 @@ def on_rank(mebibytes: int, folder: Path) -> dict[str, float]:
     kept.clear()
     del model
     model = built(mebibytes, meta=True)
-    note("`load_pretrained` of a model on meta", lambda: load_pretrained(model, path / "model.safetensors"), shards)
+    note(
+        "`load_pretrained` of a model on meta",
+        lambda: load_pretrained(model, path / "model.safetensors"),
+        shards,
+    )
     model = recorded(mebibytes)
     note("`materialize`", partial(materialize, model), shards)
     return found
@@ -79,11 +88,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, RankPool(RANKS, timeout=580) as pool:
         of_ranks = pool.run(on_rank, options.mebibytes, Path(folder))
     whole, largest = options.mebibytes, 64
-    sizes = f"MiB: model {whole}, shards of a rank {whole // RANKS}, largest tensor {largest}, bucket 64"
+    sizes = (
+        f"MiB: model {whole}, shards of a rank {whole // RANKS}, largest tensor {largest}, bucket "
+        "64"
+    )
     lines = [f"torch {torch.__version__}, {RANKS} gloo ranks; {sizes}.", ""]
     lines += ["| call | rank 0 | most of the other ranks |", "| --- | --- | --- |"]
     for name, mebibytes in of_ranks[0].items():
-        lines.append(f"| {name} | {mebibytes:,.0f} | {max(each[name] for each in of_ranks[1:]):,.0f} |")
+        lines.append(
+            f"| {name} | {mebibytes:,.0f} | {max(each[name] for each in of_ranks[1:]):,.0f} |"
+        )
     text = "\n".join(lines) + "\n"
     print(text, end="")
     if options.write:

@@ -1,23 +1,25 @@
 """CPU time of one rank's optimizer step and clipping: DTensors against their plain local shards.
 
-Run: ``python -m benchmarks.step``. One process takes itself for a rank (``fake_world``), so nothing is communicated on
-any side; parameters, gradients and state are real. The sides take turns in this process, every round once each in an
-order that rotates; a round's time is the process's CPU time of ``--calls`` calls, which other processes change less
-than the clock's. Printed are medians over the rounds with the smallest
-and largest, and medians of each round's ratio with its quartiles.
+Run: ``python -m benchmarks.step``. One process takes itself for a rank (``fake_world``), so nothing
+is communicated on any side; parameters, gradients and state are real. The sides take turns in this
+process, every round once each in an order that rotates; a round's time is the process's CPU time of
+``--calls`` calls, which other processes change less than the clock's. Printed are medians over the
+rounds with the smallest and largest, and medians of each round's ratio with its quartiles.
 
-Cases: 288 small parameters on one rank of 4, where a step is mostly Python; and the 146 parameters of a Llama of 1B
-(1.24e9 elements) as the first of 1024 ranks holds them, 1.2e6 elements. On a CPU the bytes of more would hide the
-time that this is about: that of Python, which a GPU waits for.
+Cases: 288 small parameters on one rank of 4, where a step is mostly Python; and the 146 parameters
+of a Llama of 1B (1.24e9 elements) as the first of 1024 ranks holds them, 1.2e6 elements. On a CPU
+the bytes of more would hide the time that this is about: that of Python, which a GPU waits for.
 
-Then 96 small parameters on one rank of 2, beside FSDP1 with ``use_orig_params=True``. It cuts units and not parameters:
-a rank steps 48 of them whole, where FSDP2 steps half of each of the 96.
+Then 96 small parameters on one rank of 2, beside FSDP1 with ``use_orig_params=True``. It cuts units
+and not parameters: a rank steps 48 of them whole, where FSDP2 steps half of each of the 96.
 
-With ``--replicate`` instead: whole steps (forward, backward, clipping, fused AdamW on local shards) of 50 blocks with
-two norms each, on one rank of 8. The 100 norms are replicated, sharded with their blocks, or units of their own.
+With ``--replicate`` instead: whole steps (forward, backward, clipping, fused AdamW on local shards)
+of 50 blocks with two norms each, on one rank of 8. The 100 norms are replicated, sharded with their
+blocks, or units of their own.
 
-With ``--by-hand``: the same steps with torch's clipping and AdamW on DTensors, of a model that ``shard_model`` sharded
-with its default plan, and of one with ``fully_shard`` on the same units: what shardkit adds to FSDP2.
+With ``--by-hand``: the same steps with torch's clipping and AdamW on DTensors, of a model that
+``shard_model`` sharded with its default plan, and of one with ``fully_shard`` on the same units:
+what shardkit adds to FSDP2.
 
 With ``--shard``: sharding itself, of a new model of 10,000 parameters in each round, by both.
 """
@@ -52,7 +54,10 @@ LLAMA_1B: Shapes = [
     * 16,
     (2048,),
 ]
-CASES = {"288 small parameters, 1 of 4 ranks": (SMALL, 4), "Llama 1B, 1 of 1024 ranks": (LLAMA_1B, 1024)}
+CASES = {
+    "288 small parameters, 1 of 4 ranks": (SMALL, 4),
+    "Llama 1B, 1 of 1024 ranks": (LLAMA_1B, 1024),
+}
 BESIDE_FSDP1: Shapes = [(16, 16), (16,)] * 48
 GOALS = {
     ("default", "local/FSDP1"): 1.3,
@@ -65,7 +70,9 @@ GOALS = {
 
 
 def sharded(shapes: Shapes, world: int) -> list[nn.Parameter]:
-    """Parameters of one rank as FSDP2 makes them, with gradients that are too small to clip anything away."""
+    """Parameters of one rank as FSDP2 makes them, with gradients that are too small to clip
+    anything away.
+    """
     with torch.device("meta"):
         model = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
     block = nn.Sequential(nn.Identity())  # fully_shard wants a module with a forward
@@ -80,10 +87,16 @@ def sharded(shapes: Shapes, world: int) -> list[nn.Parameter]:
 
 
 def flat(shapes: Shapes) -> list[nn.Parameter]:
-    """Parameters of one rank as FSDP1 makes them, four to a unit, with gradients; empty where others hold them."""
-    units = [nn.ParameterList(map(torch.empty, shapes[at : at + 4])) for at in range(0, len(shapes), 4)]
+    """Parameters of one rank as FSDP1 makes them, four to a unit, with gradients; empty where
+    others hold them.
+    """
+    units = [
+        nn.ParameterList(map(torch.empty, shapes[at : at + 4])) for at in range(0, len(shapes), 4)
+    ]
     device = torch.device("cpu")
-    wrapped = [FullyShardedDataParallel(unit, use_orig_params=True, device_id=device) for unit in units]
+    wrapped = [
+        FullyShardedDataParallel(unit, use_orig_params=True, device_id=device) for unit in units
+    ]
     params = [param for unit in wrapped for param in unit.parameters()]
     with torch.no_grad():
         for param in filter(Tensor.numel, params):
@@ -100,7 +113,9 @@ def plain(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return shards
 
 
-def measured(sides: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, list[float]]:
+def measured(
+    sides: dict[str, Callable[[], object]], rounds: int, calls: int
+) -> dict[str, list[float]]:
     """Milliseconds of CPU time a call of each side in each round."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for name in sides:
@@ -116,10 +131,15 @@ def measured(sides: dict[str, Callable[[], object]], rounds: int, calls: int) ->
     return times
 
 
-def lines(label: str, times: dict[str, list[float]], ratios: list[tuple[str, str]]) -> Iterator[str]:
+def lines(
+    label: str, times: dict[str, list[float]], ratios: list[tuple[str, str]]
+) -> Iterator[str]:
     """A line for each side, and one for each ratio."""
     for name, values in times.items():
-        yield f"  {label:8s}{name:24s}{statistics.median(values):8.3f} ms ({min(values):.3f} to {max(values):.3f})"
+        yield (
+            f"  {label:8s}{name:24s}{statistics.median(values):8.3f} ms ({min(values):.3f} to "
+            f"{max(values):.3f})"
+        )
     for ours, base in ratios:
         each = [mine / theirs for mine, theirs in zip(times[ours], times[base], strict=True)]
         low, middle, high = statistics.quantiles(each, n=4)
@@ -140,7 +160,9 @@ def steps(shapes: Shapes, world: int, flags: dict[str, bool]) -> dict[str, Calla
 
 
 def clips(shapes: Shapes, world: int) -> dict[str, Callable[[], object]]:
-    """Clipping DTensors by torch and by shardkit; and by torch the plain shards, whose norm would be another."""
+    """Clipping DTensors by torch and by shardkit; and by torch the plain shards, whose norm would
+    be another.
+    """
     theirs, ours = sharded(shapes, world), sharded(shapes, world)
     shards = plain(ours)
     return {
@@ -178,7 +200,9 @@ def whole_steps(**options: Any) -> Callable[[], object]:
 
 
 def torchs_steps(shard: Callable[[nn.Module], object]) -> Callable[[], object]:
-    """A training step of 50 blocks, sharded in place by ``shard``, with torch's clipping and AdamW."""
+    """A training step of 50 blocks, sharded in place by ``shard``, with torch's
+    clipping and AdamW.
+    """
     model = nn.Sequential(*(Block() for _ in range(50)))
     shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -213,7 +237,10 @@ def compare_by_hand(rounds: int, calls: int) -> None:
 def compare_sharding(rounds: int) -> None:
     """Measure sharding 100 blocks of 50 layers each, by ``shard_model`` and by hand."""
     print("10,000 parameters, 1 of 4 ranks")
-    sides: dict[str, Callable[[nn.Module], object]] = {"shard_model": shard_model, "by hand": by_hand}
+    sides: dict[str, Callable[[nn.Module], object]] = {
+        "shard_model": shard_model,
+        "by hand": by_hand,
+    }
     times: dict[str, list[float]] = {name: [] for name in sides}
     with fake_world(4):
         for number in range(rounds):
@@ -237,7 +264,10 @@ def compare_replicated(rounds: int, calls: int) -> None:
     with fake_world(8):
         sides = {name: whole_steps(**options) for name, options in rules.items()}
         times = measured(sides, rounds, calls)
-        print(*lines("step", times, [("replicated", "in blocks"), ("replicated", "own units")]), sep="\n")
+        print(
+            *lines("step", times, [("replicated", "in blocks"), ("replicated", "own units")]),
+            sep="\n",
+        )
         for name, step in sides.items():
             with comm_counts() as counts:
                 step()
@@ -249,12 +279,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=10)
-    parser.add_argument("--replicate", action="store_true", help="measure replicated modules instead")
-    parser.add_argument("--by-hand", action="store_true", help="measure whole steps against fully_shard instead")
-    parser.add_argument("--shard", action="store_true", help="measure sharding of 10,000 parameters instead")
+    parser.add_argument(
+        "--replicate", action="store_true", help="measure replicated modules instead"
+    )
+    parser.add_argument(
+        "--by-hand", action="store_true", help="measure whole steps against fully_shard instead"
+    )
+    parser.add_argument(
+        "--shard", action="store_true", help="measure sharding of 10,000 parameters instead"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {options.rounds} rounds of {options.calls} calls, 1 thread, AdamW in float32")
+    print(
+        f"torch {torch.__version__}, {options.rounds} rounds of {options.calls} calls, 1 thread, "
+        "AdamW in float32"
+    )
     if options.replicate:
         compare_replicated(options.rounds, options.calls)
         return
@@ -278,7 +317,10 @@ def main() -> None:
             print(f"  clip    shardkit: {counts.all_reduces} all-reduce")
     print("96 small parameters, 1 of 2 ranks")
     with fake_world(2):
-        beside = {**steps(BESIDE_FSDP1, 2, {}), "FSDP1": torch.optim.AdamW(flat(BESIDE_FSDP1), lr=1e-3).step}
+        beside = {
+            **steps(BESIDE_FSDP1, 2, {}),
+            "FSDP1": torch.optim.AdamW(flat(BESIDE_FSDP1), lr=1e-3).step,
+        }
         times = measured(beside, options.rounds, options.calls)
         print(*lines("default", times, [("local", "FSDP1"), ("local", "DTensor")]), sep="\n")
 

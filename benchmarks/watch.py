@@ -1,8 +1,9 @@
 """What ``shardkit.watch`` costs a training step: a model of 100 units on 2 gloo ranks.
 
-Run: ``python -m benchmarks.watch``. Counted in CPU time, which other programs on the machine change little: a note,
-times the notes of a step, in the thread that trains; and a poll of the watch's thread, times the polls in a step at
-``after=30``, one a second. The step is forward, backward and SGD of 100 linear layers of 256 x 256, on 16 rows.
+Run: ``python -m benchmarks.watch``. Counted in CPU time, which other programs on the machine change
+little: a note, times the notes of a step, in the thread that trains; and a poll of the watch's
+thread, times the polls in a step at ``after=30``, one a second. The step is forward, backward and
+SGD of 100 linear layers of 256 x 256, on 16 rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def seconds(work: Callable[[], object], times: int) -> float:
 
 def measure() -> dict[str, float]:
     """On each rank: seconds of a step, a note and a poll, and the notes of a step."""
-    model = shard_model(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)]), units=nn.Linear)
+    model = shard_model(
+        nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)]), units=nn.Linear
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
@@ -55,7 +58,10 @@ def main() -> None:
     with RankPool(2, timeout=300) as pool:
         found = pool.run(measure)[0]  # rank 0, which compares
     noted, polled = found["notes"] * found["note"], found["poll"] * found["step"]
-    print(f"step {found['step'] * 1e3:.1f} ms CPU; {found['notes']:.0f} notes of {found['note'] * 1e6:.1f} us")
+    print(
+        f"step {found['step'] * 1e3:.1f} ms CPU; {found['notes']:.0f} notes of "
+        f"{found['note'] * 1e6:.1f} us"
+    )
     print(f"notes: {noted / found['step']:.2%} of a step")
     print(f"polls of {found['poll'] * 1e3:.2f} ms: {polled / found['step']:.2%} of a step")
 

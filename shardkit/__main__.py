@@ -1,4 +1,6 @@
-"""``python -m shardkit COMMAND``: one module for each command, with ``add_parser(commands)`` and ``run(options)``."""
+"""``python -m shardkit COMMAND``: one module for each command, with ``add_parser(commands)`` and
+``run(options)``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ COMMANDS = {  # the module of each, in the order of --help
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command named by ``arguments`` (by default ``sys.argv``) and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    named = [arguments[0]] if arguments and arguments[0] in COMMANDS else COMMANDS  # all of them for --help
+    # all of them for --help
+    named = [arguments[0]] if arguments and arguments[0] in COMMANDS else COMMANDS
     about = (sys.modules["shardkit"].__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m shardkit", description=about)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -85,11 +85,15 @@ def _selective_contexts(policy: str) -> Any:
     return create_selective_checkpoint_contexts(policy_of(policy))  # type: ignore[no-untyped-call]
 
 
-def _contexts(module: nn.Module, policy: bool | str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(
+    module: nn.Module, policy: bool | str
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of the first forward and of its recomputation, which a retained graph
     repeats.
     """
-    first, again = _selective_contexts(policy) if isinstance(policy, str) else (nullcontext(), nullcontext())
+    first, again = (
+        _selective_contexts(policy) if isinstance(policy, str) else (nullcontext(), nullcontext())
+    )
     recomputation = _Recomputation(module, again)
     return recomputation.first_forward(first), recomputation
 
@@ -104,7 +108,9 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self._inner = inner
-        self._starts = [(each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers]
+        self._starts = [
+            (each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers
+        ]
         buffers = {each for _, start in self._starts for each in start.values() if each is not None}
         self._values = {each: each.detach().clone() for each in buffers}
         self._versions = {each: version_of(each) for each in buffers}
@@ -124,10 +130,15 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._before = [(registry, dict(registry)) for registry, _ in self._starts]
-        self._before += [(attributes, {MADE_CALLS: attributes[MADE_CALLS]}) for attributes, _ in self._made]
-        fresh = {each: value.detach().clone() for each, value in self._values.items()}  # will be written to
+        self._before += [
+            (attributes, {MADE_CALLS: attributes[MADE_CALLS]}) for attributes, _ in self._made
+        ]
+        # will be written to
+        fresh = {each: value.detach().clone() for each, value in self._values.items()}
         for registry, start in self._starts:
-            registry.update({name: each if each is None else fresh[each] for name, each in start.items()})
+            registry.update(
+                {name: each if each is None else fresh[each] for name, each in start.items()}
+            )
         for attributes, made in self._made:
             attributes[MADE_CALLS] = made
         self._inner.__enter__()

@@ -44,46 +44,60 @@ def plan_model(
 ) -> ShardingPlan:
     """Plan how ``shard_model`` would shard ``model``, as plain data that prints as a table.
 
-    Pure and local: nothing of the model changes, and it may be on the meta device. With a MeshSpec no process group
-    is needed, so the plan for a cluster can be read on a laptop.
+    Pure and local: nothing of the model changes, and it may be on the meta device. With a MeshSpec
+    no process group is needed, so the plan for a cluster can be read on a laptop.
 
     Args:
         model: the whole model.
-        units: which modules share one all-gather: a rule or a list of them (``by_class``, ``by_name``, ``by_size``,
-            ``group``, a class, an FQN glob, or a callable ``(fqn, module)`` that returns a bool or a dict of settings);
-            the first match wins, the root takes the rest. None is blocks, the input embedding, and ``[norm, head]``.
-        mesh: one axis shards (FSDP), two replicate and shard (HSDP), ``(n, 1)`` only replicates; a MeshSpec, a
-            DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in one axis.
-        reshard_after_forward: True frees each unit's gathered parameters after its forward and gathers them again in
-            backward, which saves memory; False keeps them, which saves an all-gather; an int keeps them sharded over
-            that many ranks, a divisor of the shard axis, such as those of one host; as in torch, 1 is False and all its
-            ranks are True. None is True, but False for ``[norm, head]`` and the root, which backward needs at once.
-        mp_policy: dtypes to compute and reduce in; its ``output_dtype`` is applied to the root only.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU.
-        ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced. Scalars and empty
-            parameters need not be: FSDP2 cannot shard them, so they are replicated and their gradients reduced.
-        replicate: modules, by rules without settings, whose parameters every rank holds in full, such as norms; they
-            are in no unit, and one all-reduce at the end of backward reduces the gradients of all.
-        tiles: in how many tiles of tokens modules compute, by their class or an FQN glob: ``{"**.mlp": 4}``.
-        checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations: those
-            of the default rule, or, with your own, units of one module with submodules. Without blocks, an error.
-            ``"selective"`` keeps attention and every other matrix product, and a policy of
-            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, defined in a module, what it saves.
+        units: which modules share one all-gather: a rule or a list of them (``by_class``,
+            ``by_name``, ``by_size``, ``group``, a class, an FQN glob, or a callable
+            ``(fqn, module)`` that returns a bool or a dict of settings); the first match wins, the
+            root takes the rest. None is blocks, the input embedding, and ``[norm, head]``.
+        mesh: one axis shards (FSDP), two replicate and shard (HSDP), ``(n, 1)`` only replicates; a
+            MeshSpec, a DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in
+            one axis.
+        reshard_after_forward: True frees each unit's gathered parameters after its forward and
+            gathers them again in backward, which saves memory; False keeps them, which saves an
+            all-gather; an int keeps them sharded over that many ranks, a divisor of the shard axis,
+            such as those of one host; as in torch, 1 is False and all its ranks are True. None is
+            True, but False for ``[norm, head]`` and the root, which backward needs at once.
+        mp_policy: dtypes to compute and reduce in; its ``output_dtype`` is applied to the root
+            only.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the
+            CPU.
+        ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced.
+            Scalars and empty parameters need not be: FSDP2 cannot shard them, so they are
+            replicated and their gradients reduced.
+        replicate: modules, by rules without settings, whose parameters every rank holds in full,
+            such as norms; they are in no unit, and one all-reduce at the end of backward reduces
+            the gradients of all.
+        tiles: in how many tiles of tokens modules compute, by their class or an FQN glob:
+            ``{"**.mlp": 4}``.
+        checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their
+            activations: those of the default rule, or, with your own, units of one module with
+            submodules. Without blocks, an error. ``"selective"`` keeps attention and every other
+            matrix product, and a policy of
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, defined in a module,
+            what it saves.
         compile: ``torch.compile`` the forward of the blocks.
-        prefetch: the number of units to all-gather ahead explicitly; 0 leaves it to torch, which gathers one ahead.
-        forward_methods: methods besides ``forward`` that are called from outside and gather what they need, such as
-            ``"encode"``, or ``"vae.encode"`` where ``vae`` is a unit. ``generate`` is among them where there is one.
-        example_batch: one rank's micro-batch, for a dry run: a mapping of keyword arguments, a tuple of positional
-            arguments, or a single argument; only shapes and dtypes are read. A forward on fake tensors finds parameters
-            used while their unit is not gathered: the default rule leaves such units out, with a note; in your own
-            rules they are an error. Units that are not called get a note.
-        memory_budget: bytes of each rank's GPU, as an int or a string such as ``"80GiB"``: the plan becomes the
-            cheapest one whose peak fits in nine tenths of it, as chosen by :func:`shardkit.memory.plan_for_budget`,
-            which takes more arguments. Rank 0 logs the choice, as INFO. Needs ``example_batch``.
+        prefetch: the number of units to all-gather ahead explicitly; 0 leaves it to torch, which
+            gathers one ahead.
+        forward_methods: methods besides ``forward`` that are called from outside and gather what
+            they need, such as ``"encode"``, or ``"vae.encode"`` where ``vae`` is a unit.
+            ``generate`` is among them where there is one.
+        example_batch: one rank's micro-batch, for a dry run: a mapping of keyword arguments, a
+            tuple of positional arguments, or a single argument; only shapes and dtypes are read. A
+            forward on fake tensors finds parameters used while their unit is not gathered: the
+            default rule leaves such units out, with a note; in your own rules they are an error.
+            Units that are not called get a note.
+        memory_budget: bytes of each rank's GPU, as an int or a string such as ``"80GiB"``: the plan
+            becomes the cheapest one whose peak fits in nine tenths of it, as chosen by
+            :func:`shardkit.memory.plan_for_budget`, which takes more arguments. Rank 0 logs the
+            choice, as INFO. Needs ``example_batch``.
 
     Raises:
-        PlanError: what cannot be sharded as asked; all offenders are listed. With ``example_batch`` also a parameter
-            used outside of its unit, or a model that does not run on fake tensors.
+        PlanError: what cannot be sharded as asked; all offenders are listed. With ``example_batch``
+            also a parameter used outside of its unit, or a model that does not run on fake tensors.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -144,18 +158,21 @@ def shard_model(
 ) -> nn.Module:
     """Shard ``model`` in place and return it: ``apply_plan(model, plan_model(model, ...))``.
 
-    Collective: every rank must call, with the same arguments, and with models of the same values: a sample of every
-    parameter and buffer is compared before anything is changed. Under ``torchrun`` the process group is made from its
-    variables; without it, a group of one process is made, so one script runs either way. Build the optimizer
-    afterwards, since sharding replaces the model's parameters. Arguments that are not below are as for ``plan_model``.
+    Collective: every rank must call, with the same arguments, and with models of the same values: a
+    sample of every parameter and buffer is compared before anything is changed. Under ``torchrun``
+    the process group is made from its variables; without it, a group of one process is made, so one
+    script runs either way. Build the optimizer afterwards, since sharding replaces the model's
+    parameters. Arguments that are not below are as for ``plan_model``.
 
     Args:
         model: the whole model.
-        sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all ranks, one tensor at a
-            time and before sharding, so that the models' values may differ. Ignored parameters are not broadcast.
+        sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all
+            ranks, one tensor at a time and before sharding, so that the models' values may differ.
+            Ignored parameters are not broadcast.
 
     Raises:
-        PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on any of them.
+        PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on
+            any of them.
     """
 
     def plan() -> ShardingPlan:
@@ -181,11 +198,14 @@ def shard_model(
     return apply_agreed(model, plan, device_mesh, sync_module_states)
 
 
-def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, example_batch: Any) -> ShardingPlan:
+def _within(
+    budget: int | str, model: nn.Module, plan: ShardingPlan, example_batch: Any
+) -> ShardingPlan:
     """Return the plan that fits the budget; rank 0 logs how it was chosen."""
     if example_batch is None:
         raise PlanError(
-            "memory_budget needs example_batch: activations depend on the batch. Pass one rank's micro-batch."
+            "memory_budget needs example_batch: activations depend on the batch. Pass one rank's "
+            "micro-batch."
         )
     from shardkit.memory import plan_for_budget
 

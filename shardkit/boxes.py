@@ -1,7 +1,9 @@
-"""Move full tensors to and from shards, in buckets, by messages between the ranks that hold parts of them.
+"""Move full tensors to and from shards, in buckets, by messages between the ranks that hold parts
+of them.
 
-A tensor's own mesh says which rank holds which box of it. So one rule serves FSDP, HSDP, tensor and expert parallelism
-and strided shards: boxes travel straight between the rank that has the full tensor and the ranks that hold them.
+A tensor's own mesh says which rank holds which box of it. So one rule serves FSDP, HSDP, tensor and
+expert parallelism and strided shards: boxes travel straight between the rank that has the full
+tensor and the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -26,15 +28,19 @@ from shardkit.ranks import accelerator, collective_device
 from shardkit.shards import Box, box_at, cut, device_of, local_part, local_value
 
 BUCKET = 1 << 26  # bytes of full tensors that travel together
-ALONE = 1 << 18  # bytes from which a view is a message of its own: packing costs a copy on both ends
-# Where messages between all ranks are faster than an all-gather: gloo's is a ring, and took 1.5 to 2.9 times as long
-# (4 ranks of one machine, torch 2.13). NCCL's sends what crosses nodes once, and not once for each rank.
+# bytes from which a view is a message of its own: packing costs a copy on both ends
+ALONE = 1 << 18
+# Where messages between all ranks are faster than an all-gather: gloo's is a ring, and took 1.5 to
+# 2.9 times as long (4 ranks of one machine, torch 2.13). NCCL's sends what crosses nodes once, and
+# not once for each rank.
 BY_MESSAGES = ("gloo", "fake")
 
 Item = TypeVar("Item")
-Part: TypeAlias = tuple[Tensor, torch.dtype]  # a view to read or write, and the dtype in which it travels
+# a view to read or write, and the dtype in which it travels
+Part: TypeAlias = tuple[Tensor, torch.dtype]
 
-_by_size = attrgetter("itemsize")  # things are sent in the smaller dtype of both ends, so that nothing is rounded twice
+# things are sent in the smaller dtype of both ends, so that nothing is rounded twice
+_by_size = attrgetter("itemsize")
 _holders: WeakKeyDictionary[DeviceMesh, dict[object, list[tuple[int, Box]]]] = WeakKeyDictionary()
 _coordinates: WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] = WeakKeyDictionary()
 _groups: dict[object, dist.ProcessGroup] = {}  # that were made, by default group and ranks
@@ -66,14 +72,25 @@ class ModelGroup:
         return not self.ranks or dist.get_rank() == self.root
 
     def connect(self) -> dist.ProcessGroup | None:
-        """Return a process group of the ranks, ready for messages between any of them. Collective."""
+        """Return a process group of the ranks, ready for messages between any
+        of them. Collective.
+        """
         if len(self.ranks) < 2:
             return None
         world, groups = dist.group.WORLD, [] if self.mesh is None else self.mesh.get_all_groups()
-        group = next((each for each in (world, *groups) if each is not None and each.size() == len(self.ranks)), None)
+        group = next(
+            (
+                each
+                for each in (world, *groups)
+                if each is not None and each.size() == len(self.ranks)
+            ),
+            None,
+        )
         ranks = tuple(sorted(self.ranks))
         if group is None and (group := _groups.get((world, ranks))) is None:
-            group = _groups[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            group = _groups[world, ranks] = dist.new_group(
+                list(ranks), use_local_synchronization=True
+            )
         if dist.get_backend(group) not in BY_MESSAGES:
             # All ranks of a group must make NCCL's first operation in it, and not all send messages
             # (torch 2.13). On the accelerator: a tensor on the CPU may go by another backend.
@@ -85,21 +102,36 @@ EACH_ALONE = ModelGroup((), None)  # each rank by itself, which has all that is 
 
 
 def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
-    """Return the ranks that hold a model's tensors, or all; raise if no mesh has the ranks of all others. Local."""
-    meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
+    """Return the ranks that hold a model's tensors, or all; raise if no mesh has the ranks of all
+    others. Local.
+    """
+    meshes = list(
+        dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    )
     if not meshes:
-        return ModelGroup(tuple(range(dist.get_world_size())) if dist.is_initialized() else (), None)
+        return ModelGroup(
+            tuple(range(dist.get_world_size())) if dist.is_initialized() else (), None
+        )
     ranks = sorted({rank for mesh in meshes for rank in coordinates(mesh)})
     widest = max(meshes, key=lambda mesh: mesh.size())
     if widest.size() < len(ranks):
-        problem = f"has tensors on {len(meshes)} meshes of {len(ranks)} ranks, the largest of {widest.size()}"
+        problem = (
+            f"has tensors on {len(meshes)} meshes of {len(ranks)} ranks, the largest of "
+            f"{widest.size()}"
+        )
         rule = "One mesh must have all ranks of the others, so that one rank can gather from all"
-        raise ShardkitError(message("model", problem, rule, "Gather the parts of the model on each mesh by themselves"))
+        raise ShardkitError(
+            message(
+                "model", problem, rule, "Gather the parts of the model on each mesh by themselves"
+            )
+        )
     return ModelGroup(tuple(ranks), widest)
 
 
 def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple[int, Box]]:
-    """Return the global ranks of the first replica, or of the one at a coordinate, each with its box. Pure."""
+    """Return the global ranks of the first replica, or of the one at a coordinate, each with its
+    box. Pure.
+    """
     mesh = tensor.device_mesh
     at = tuple(replica or [0] * mesh.ndim)
     known, key = _holders.setdefault(mesh, {}), (tensor.placements, tensor.shape, at)
@@ -113,7 +145,9 @@ def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple
 
 
 def _is_in_replica_of(tensor: DTensor, root: int) -> bool:
-    """Whether this rank is in the same replica as the root, without a list of all that are. Pure."""
+    """Whether this rank is in the same replica as the root, without a list of all
+    that are. Pure.
+    """
     own, at = tensor.device_mesh.get_coordinate(), coordinates(tensor.device_mesh)[root]
     assert own is not None, "a rank outside its parameters' mesh"
     for axis, place in enumerate(tensor.placements):
@@ -124,7 +158,10 @@ def _is_in_replica_of(tensor: DTensor, root: int) -> bool:
 
 def in_boxes(tensor: DTensor) -> bool:
     """Whether ranks hold boxes of a tensor: no partial sums, and no ragged shards."""
-    return all(place.is_replicate() or isinstance(getattr(place, "dim", None), int) for place in tensor.placements)
+    return all(
+        place.is_replicate() or isinstance(getattr(place, "dim", None), int)
+        for place in tensor.placements
+    )
 
 
 def coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
@@ -136,13 +173,17 @@ def coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy what has elements: FSDP2 makes the shards of a tensor without elements (0, ...), whatever its first dim."""
+    """Copy what has elements: FSDP2 makes the shards of a tensor without elements (0, ...),
+    whatever its first dim.
+    """
     if target.numel():
         target.copy_(value)
 
 
 def wire_device(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.device:
-    """Return where parts must be to be sent: where they are, if the group can send that, else the mesh's device."""
+    """Return where parts must be to be sent: where they are, if the group can send that, else the
+    mesh's device.
+    """
     home = local_value(tensor).device
     if group is not None and home.type == "cpu" and (kind := collective_device(group)) != "cpu":
         return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else torch.device(kind)
@@ -150,14 +191,18 @@ def wire_device(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.device
 
 
 class Batch:
-    """Messages between pairs of ranks, exchanged together: both name views of the same shapes in the same order.
+    """Messages between pairs of ranks, exchanged together: both name views of the same shapes in
+    the same order.
 
-    Small views share a message. Large ones are sent from their own memory, and received into it, where
-    dtype, device and layout allow.
+    Small views share a message. Large ones are sent from their own memory, and received into it,
+    where dtype, device and layout allow.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
-        self._group, self._device = group, device  # None: the default group; the device of the views
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+    ) -> None:
+        # None: the default group; the device of the views
+        self._group, self._device = group, device
         self._sent: dict[int, list[Part]] = defaultdict(list)  # by peer
         self._received: dict[int, list[Part]] = defaultdict(list)
 
@@ -197,10 +242,16 @@ class Batch:
         self._received.clear()
 
     def _buffer(self, parts: list[Part]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the memory of a message, and each view with its piece of it; none where it is the view's own."""
+        """Return the memory of a message, and each view with its piece of it; none where it is the
+        view's own.
+        """
         first, dtype = parts[0]
         device = self._device or first.device
-        if len(parts) == 1 and (first.dtype, first.device) == (dtype, device) and first.is_contiguous():
+        if (
+            len(parts) == 1
+            and (first.dtype, first.device) == (dtype, device)
+            and first.is_contiguous()
+        ):
             return as_bytes(first), []
         sizes = [view.numel() * dtype.itemsize for view, dtype in parts]
         data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -211,7 +262,9 @@ class Batch:
 
 
 def _messages(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Yield large parts alone, then small ones together, the widest dtypes first, so that all are aligned."""
+    """Yield large parts alone, then small ones together, the widest dtypes first, so that all are
+    aligned.
+    """
     small = []
     for view, dtype in parts:
         if view.numel() * dtype.itemsize >= ALONE:
@@ -228,9 +281,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def buckets(
-    items: Iterable[tuple[Item, Tensor, torch.dtype]], group: dist.ProcessGroup | None, most: int = BUCKET
+    items: Iterable[tuple[Item, Tensor, torch.dtype]],
+    group: dist.ProcessGroup | None,
+    most: int = BUCKET,
 ) -> Iterator[tuple[Batch, torch.device, list[Item]]]:
-    """Yield items in buckets of at most ``most`` bytes, or one item, with a batch and its device. Local."""
+    """Yield items in buckets of at most ``most`` bytes, or one item, with a batch and its device.
+    Local.
+    """
     bucket, filled, home = list[Item](), 0, torch.device("cpu")
     for item, tensor, dtype in items:
         size, device = tensor.numel() * dtype.itemsize, wire_device(tensor, group)
@@ -252,11 +309,13 @@ def gather(
     device: torch.device | None = None,
     bucket_bytes: int = BUCKET,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors by name, in new memory and in order, on the root or everywhere. Collective.
+    """Yield full tensors by name, in new memory and in order, on the root or everywhere.
+    Collective.
 
-    Every rank passes the same names, and exhausts the iterator. Besides what was yielded it holds one bucket. Of plain
-    tensors each rank gets its own. ``dtype`` is that of floating-point tensors; ``device`` None is where shards are
-    sent from. Raises for quantized shards, which torch cannot join.
+    Every rank passes the same names, and exhausts the iterator. Besides what was yielded it holds
+    one bucket. Of plain tensors each rank gets its own. ``dtype`` is that of floating-point
+    tensors; ``device`` None is where shards are sent from. Raises for quantized shards, which torch
+    cannot join.
     """
     group, listed = ranks.connect(), list(tensors)
     _refuse_quantized(listed)
@@ -308,21 +367,35 @@ def _refuse_quantized(tensors: Iterable[tuple[str, Tensor]]) -> None:
             kinds.add(type(local_value(tensor)).__name__)
     if names:
         raise ShardkitError(
-            f"{listing(names)} is quantized ({listing(sorted(kinds))}), and cannot be gathered: blocks and scales "
-            "are each shard's own. Save it with save_checkpoint, or dequantize it first."
+            f"{listing(names)} is quantized ({listing(sorted(kinds))}), and cannot be gathered: "
+            "blocks and scales are each shard's own. Save it with save_checkpoint, or dequantize "
+            "it first."
         )
 
 
 def _is_chunked(like: DTensor) -> bool:
-    """Whether torch's all-gather is exact: not for strided and empty shards and float8 (torch 2.13)."""
+    """Whether torch's all-gather is exact: not for strided and empty shards and float8 (torch
+    2.13).
+    """
     shards = [place for place in like.placements if hasattr(place, "dim")]
-    return len(shards) == 1 and not hasattr(shards[0], "split_factor") and like.nbytes > like.numel() > 0
+    return (
+        len(shards) == 1
+        and not hasattr(shards[0], "split_factor")
+        and like.nbytes > like.numel() > 0
+    )
 
 
 def _gather_boxes(
-    like: DTensor, dtype: torch.dtype, sent: torch.dtype, batch: Batch, device: torch.device, root: int | None
+    like: DTensor,
+    dtype: torch.dtype,
+    sent: torch.dtype,
+    batch: Batch,
+    device: torch.device,
+    root: int | None,
 ) -> Tensor | None:
-    """Add the messages that gather a tensor to the root, or to all (None); return the full one where it goes."""
+    """Add the messages that gather a tensor to the root, or to all (None); return the full one
+    where it goes.
+    """
     rank, own = dist.get_rank(), local_value(like)
     if root not in (None, rank):
         if _is_in_replica_of(like, root):
@@ -343,10 +416,11 @@ def _gather_boxes(
 
 @torch.no_grad()
 def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
-    """Write full tensors that the root has into shards. In place, collective; every rank passes the same moves.
+    """Write full tensors that the root has into shards. In place, collective; every rank passes the
+    same moves.
 
-    One replica is sent boxes, and broadcasts them. Plain tensors, and those on slices of the mesh, are sent whole. With
-    ``EACH_ALONE`` every rank has the full tensors, and nothing is sent.
+    One replica is sent boxes, and broadcasts them. Plain tensors, and those on slices of the mesh,
+    are sent whole. With ``EACH_ALONE`` every rank has the full tensors, and nothing is sent.
     """
     group, moves = ranks.connect(), list(moves)
     if group is None:
@@ -359,14 +433,19 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
             for like, full, dtype in bucket:
                 sent = min(like.dtype, dtype, key=_by_size)
                 sharded = like if isinstance(like, DTensor) else None
-                if sharded is not None and sharded.device_mesh.size() == len(ranks.ranks) and in_boxes(sharded):
+                if (
+                    sharded is not None
+                    and sharded.device_mesh.size() == len(ranks.ranks)
+                    and in_boxes(sharded)
+                ):
                     _scatter_boxes(sharded, full, sent, batch, ranks.root)
                     replicated.append(sharded)
                 else:
                     _write(like, _broadcast(like, full, sent, device, ranks.root, group))
             batch.run()
             _broadcast_replicas(replicated, ranks.root, device)
-    torch.autograd.graph.increment_version([move.target for move in moves])  # for autograd to see it
+    # for autograd to see it
+    torch.autograd.graph.increment_version([move.target for move in moves])
 
 
 def _broadcast(
@@ -385,7 +464,9 @@ def _broadcast(
     return full
 
 
-def _scatter_boxes(like: DTensor, full: Tensor | None, sent: torch.dtype, batch: Batch, root: int) -> None:
+def _scatter_boxes(
+    like: DTensor, full: Tensor | None, sent: torch.dtype, batch: Batch, root: int
+) -> None:
     own = local_value(like)
     if full is None:
         if _is_in_replica_of(like, root):
@@ -399,7 +480,8 @@ def _scatter_boxes(like: DTensor, full: Tensor | None, sent: torch.dtype, batch:
 
 
 def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.device) -> None:
-    """Broadcast shards from the root's replica, along one axis of their meshes after the other. Collective.
+    """Broadcast shards from the root's replica, along one axis of their meshes after the other.
+    Collective.
 
     Before the last axis some ranks are sent what is not the root's; it is overwritten.
     """
@@ -407,9 +489,16 @@ def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.devic
         waiting = []
         for like in likes:
             mesh, own = like.device_mesh, local_value(like)
-            if axis < mesh.ndim and mesh.size(axis) > 1 and like.placements[axis].is_replicate() and own.numel():
+            if (
+                axis < mesh.ndim
+                and mesh.size(axis) > 1
+                and like.placements[axis].is_replicate()
+                and own.numel()
+            ):
                 sent, source = own.to(device).contiguous(), coordinates(mesh)[root][axis]
-                work = dist.broadcast(as_bytes(sent), group=mesh.get_group(axis), group_src=source, async_op=True)
+                work = dist.broadcast(
+                    as_bytes(sent), group=mesh.get_group(axis), group_src=source, async_op=True
+                )
                 waiting.append((own, sent, work))
         for own, sent, work in waiting:
             work.wait()
@@ -419,7 +508,9 @@ def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.devic
 
 def _write(target: Tensor, full: Tensor | None) -> None:
     assert full is not None, "a rank without the full tensor"
-    copy_into(local_value(target), local_part(full, target) if isinstance(target, DTensor) else full)
+    copy_into(
+        local_value(target), local_part(full, target) if isinstance(target, DTensor) else full
+    )
 
 
 def share(data: bytes, size: int, ranks: ModelGroup) -> bytes:

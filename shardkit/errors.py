@@ -18,14 +18,16 @@ class TranslationError(ShardkitError, ValueError):
 
 
 class CheckpointError(ShardkitError):
-    """A checkpoint, or model state, that cannot be saved or loaded as asked. Nothing was changed."""
+    """A checkpoint, or model state, that cannot be saved or loaded as asked.
+    Nothing was changed.
+    """
 
 
 def message(subject: str, problem: str, rule: str, fix: str) -> str:
     """Return an error message in sentences, ``<subject> <problem>. <rule>. <fix>.``.
 
-    The subject is an FQN or an argument's name; the problem has the value (``"must be a MeshSpec, got dict"``); the
-    rule may be empty where the problem says it.
+    The subject is an FQN or an argument's name; the problem has the value
+    (``"must be a MeshSpec, got dict"``); the rule may be empty where the problem says it.
     """
     parts = (part.rstrip(". ") for part in (f"{subject} {problem}", rule, fix) if part)
     return ". ".join(parts) + "."

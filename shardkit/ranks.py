@@ -1,4 +1,6 @@
-"""Exchange bytes, flags and errors between ranks: an error on one alone would leave the others in a collective."""
+"""Exchange bytes, flags and errors between ranks: an error on one alone would leave the others in a
+collective.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
 
 
 def note(call: str, **arguments: object) -> None:
-    """Tell ``watch`` that this rank makes a call that all ranks must make, with these arguments. Local."""
+    """Tell ``watch`` that this rank makes a call that all ranks must make, with these arguments.
+    Local.
+    """
     if listeners:
         text = f"{call}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
         for listen in list(listeners):
@@ -46,13 +50,17 @@ def warn_once(text: str) -> None:
 
 
 def accelerator() -> str:
-    """Return the type of this process's accelerator, or ``"cpu"`` if no backend communicates on it."""
+    """Return the type of this process's accelerator, or ``"cpu"`` if no backend
+    communicates on it.
+    """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found.type if found is not None and found.type != "mps" else "cpu"  # no backend serves mps
+    # no backend serves mps
+    return found.type if found is not None and found.type != "mps" else "cpu"
 
 
 def device_type() -> str:
-    """Return the device type that meshes are built on: the accelerator, or the CPU if the backend is gloo alone.
+    """Return the device type that meshes are built on: the accelerator, or the CPU if the backend
+    is gloo alone.
 
     gloo has no all-gather for GPU tensors.
     """
@@ -61,20 +69,29 @@ def device_type() -> str:
 
 
 def collective_device(group: dist.ProcessGroup | None) -> str:
-    """Return the CPU if the backend communicates on it, which NCCL alone does not; else the accelerator."""
+    """Return the CPU if the backend communicates on it, which NCCL alone does not; else the
+    accelerator.
+    """
     backend = dist.get_backend(group)
-    return "cpu" if any(name in backend for name in ("gloo", "fake", "mpi", "ucc")) else device_type()
+    return (
+        "cpu" if any(name in backend for name in ("gloo", "fake", "mpi", "ucc")) else device_type()
+    )
 
 
 def groups_of(model: nn.Module) -> Groups:
-    """Return the process groups of all axes of the meshes of a model's parameters, in order of appearance.
+    """Return the process groups of all axes of the meshes of a model's parameters, in order of
+    appearance.
 
     Together they reach every rank that holds a shard of the model. Empty for a plain model. Local.
     """
     check_module(model)
     params = sharded_parameters(model)  # also while units are left unsharded
     meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
+    return list(
+        dict.fromkeys(
+            group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1
+        )
+    )
 
 
 def own_rank() -> int:
@@ -83,11 +100,15 @@ def own_rank() -> int:
 
 
 def one_group(group: dist.ProcessGroup | None = None) -> tuple[Groups, list[int]]:
-    """Return the group of a call, or the default group, and its global ranks; no group for one rank. Local."""
+    """Return the group of a call, or the default group, and its global ranks; no group for one
+    rank. Local.
+    """
     if not dist.is_initialized():
         return [], [0]
     if group is not None and dist.get_rank(group) < 0:
-        raise ShardkitError(f"group does not have rank {dist.get_rank()}. Pass each rank a group that it is in.")
+        raise ShardkitError(
+            f"group does not have rank {dist.get_rank()}. Pass each rank a group that it is in."
+        )
     ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
     return [group] if len(ranks) > 1 else [], ranks
 
@@ -109,11 +130,15 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes
     padded = torch.frombuffer(bytearray(data.ljust(longest) or b" "), dtype=torch.uint8).to(device)
     gathered = [padded.clone() for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
-    return [bytes(each.tolist())[: int(length)] for each, length in zip(gathered, sizes, strict=True)]
+    return [
+        bytes(each.tolist())[: int(length)] for each, length in zip(gathered, sizes, strict=True)
+    ]
 
 
 def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
-    """Gather a JSON-ready value of each rank, by global rank in order. Collective over ``groups``."""
+    """Gather a JSON-ready value of each rank, by global rank in order.
+    Collective over ``groups``.
+    """
     known: list[tuple[int, Any]] = [(dist.get_rank(), value)]
     for group in groups:
         gathered = all_gather_bytes(json.dumps(known).encode(), group)
@@ -124,12 +149,16 @@ def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
 
 
 def from_first(value: Any, groups: Groups, source: int = 0) -> Any:
-    """Return the JSON-ready value of the first rank of all, or of another in one group. Collective over ``groups``."""
+    """Return the JSON-ready value of the first rank of all, or of another in one group. Collective
+    over ``groups``.
+    """
     for group in groups:
         data, device = json.dumps(value).encode(), collective_device(group)
         size = torch.tensor([len(data)], device=device)
         dist.broadcast(size, group=group, group_src=source)
-        content = torch.frombuffer(bytearray(data.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(device)
+        content = torch.frombuffer(
+            bytearray(data.ljust(int(size))[: int(size)]), dtype=torch.uint8
+        ).to(device)
         dist.broadcast(content, group=group, group_src=source)
         value = json.loads(bytes(content.tolist()))
     return value
@@ -149,7 +178,9 @@ def extremes(lows: list[int], highs: list[int], groups: Groups) -> tuple[list[in
 
 
 def sum_over_ranks(numbers: Sequence[int], groups: Groups) -> list[int]:
-    """Return sums over all ranks of numbers of 64 bits, mod 2**64. Collective: one all-reduce per group."""
+    """Return sums over all ranks of numbers of 64 bits, mod 2**64. Collective: one all-reduce per
+    group.
+    """
     signed = [number - (number >> 63 << 64) for number in numbers]
     for group in groups:
         total = torch.tensor(signed, dtype=torch.int64, device=collective_device(group))
@@ -210,7 +241,9 @@ def raise_together(
         same = {"call": call, **poll.same}
         own = digest(same)
         failed = int(problem is not None)
-        (lowest,), (highest, any_failed, poll.any) = extremes([own], [own, failed, int(poll.own)], groups)
+        (lowest,), (highest, any_failed, poll.any) = extremes(
+            [own], [own, failed, int(poll.own)], groups
+        )
         if not any_failed and lowest == highest:
             return
         if not any_failed:
@@ -225,7 +258,9 @@ def raise_together(
 
 
 @contextmanager
-def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None) -> Iterator[Poll]:
+def together(
+    groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None
+) -> Iterator[Poll]:
     """Run a body without collectives; when it raises on any rank, every rank raises.
 
     As :func:`raise_together` says. With ``call``, the public function that begins here, ranks that
@@ -255,13 +290,16 @@ def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call
 def _warn_of_waiting(call: str) -> None:
     logger.warning(
         f"{call} has waited {PATIENCE:g} s on rank {dist.get_rank()} for other ranks. The call is "
-        "collective: every rank must make it, in the same order among its collectives. Move it out of "
-        "`if rank == 0:`. SHARDKIT_WATCH=30 names the ranks in another call, and their lines."
+        "collective: every rank must make it, in the same order among its collectives. Move it "
+        "out of `if rank == 0:`. SHARDKIT_WATCH=30 names the ranks in another call, and their "
+        "lines."
     )
 
 
 def _difference(same: Mapping[str, Any], groups: Groups, call: str | None, fix: str) -> str:
-    """Return the error for arguments that differ from the first rank's: which, where, how. Collective."""
+    """Return the error for arguments that differ from the first rank's: which, where, how.
+    Collective.
+    """
     own = json.loads(json.dumps(same, default=repr))
     first, model = from_first([dist.get_rank(), own], groups)
     differing = {}
@@ -272,11 +310,18 @@ def _difference(same: Mapping[str, Any], groups: Groups, call: str | None, fix: 
     parts = []
     for name in dict.fromkeys(name for found in by_rank.values() for name in found):
         ranks = [rank for rank, found in by_rank.items() if name in found]
-        where = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listing(map(str, ranks))} differ"
+        where = (
+            f"rank {ranks[0]} differs"
+            if len(ranks) == 1
+            else f"ranks {listing(map(str, ranks))} differ"
+        )
         how = listing(by_rank[ranks[0]][name], _MOST)
         parts.append(f"{where} from rank {first} in {name} ({how})")
     problem = f"{call} was called differently" if call else "ranks disagree"
-    return f"{problem}: {'; '.join(parts)}. All ranks must make the same call with the same arguments. {fix}."
+    return (
+        f"{problem}: {'; '.join(parts)}. All ranks must make the same call with the same "
+        f"arguments. {fix}."
+    )
 
 
 def _unlike(model: Any, other: Any) -> list[str]:

@@ -13,23 +13,30 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardkit._torch import is_wrapper, local_tensor, with_local
 
-Box: TypeAlias = tuple[tuple[int, int], ...]  # (start, length) in elements for each dim of the full tensor
+# (start, length) in elements for each dim of the full tensor
+Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def local_box(like: DTensor) -> Box:
-    """Return the part of the full tensor that this rank holds. Local, pure; replicas have the same box."""
+    """Return the part of the full tensor that this rank holds. Local, pure; replicas have the same
+    box.
+    """
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside its parameters' mesh"
     return box_at(like, tuple(coordinate))
 
 
 def box_at(like: DTensor, coordinate: tuple[int, ...]) -> Box:
-    """Return the box of the rank at ``coordinate`` of the mesh; Partial placements hold the full tensor. Local, pure.
+    """Return the box of the rank at ``coordinate`` of the mesh; Partial placements hold the full
+    tensor. Local, pure.
 
-    Each axis splits like torch.chunk. Strided placements come last: FSDP2 shards what tensor parallelism has sharded.
+    Each axis splits like torch.chunk. Strided placements come last: FSDP2 shards what tensor
+    parallelism has sharded.
     """
     box = [(0, size) for size in like.shape]
-    for axis in sorted(range(len(coordinate)), key=lambda axis: hasattr(like.placements[axis], "split_factor")):
+    for axis in sorted(
+        range(len(coordinate)), key=lambda axis: hasattr(like.placements[axis], "split_factor")
+    ):
         dim = getattr(like.placements[axis], "dim", None)
         if dim is not None:
             start, size = box[dim]
@@ -53,7 +60,12 @@ def cut(full: Tensor, box: Box) -> Tensor:
 
 def inside(part: Tensor, box: Box, block: Box) -> Tensor:
     """Return the view of a block in a part that lies at ``box``."""
-    return cut(part, tuple((first - start, count) for (start, _), (first, count) in zip(box, block, strict=True)))
+    return cut(
+        part,
+        tuple(
+            (first - start, count) for (start, _), (first, count) in zip(box, block, strict=True)
+        ),
+    )
 
 
 def common(one: Box, other: Box) -> Box | None:
@@ -72,14 +84,19 @@ def covers(boxes: Collection[Box], shape: Sequence[int]) -> bool:
     """Whether different boxes lie in a tensor and have as many elements as it. Pure."""
     total = 0
     for box in boxes:
-        if any(start < 0 or start + count > size for (start, count), size in zip(box, shape, strict=True)):
+        if any(
+            start < 0 or start + count > size
+            for (start, count), size in zip(box, shape, strict=True)
+        ):
             return False
         total += math.prod(count for _, count in box)
     return total == math.prod(shape)
 
 
 def misplaced(like: DTensor) -> str:
-    """Return an error text if the local shape contradicts the placements, as with ``from_local`` of uneven shards."""
+    """Return an error text if the local shape contradicts the placements, as with ``from_local`` of
+    uneven shards.
+    """
     local, expected = tuple(like.to_local().shape), tuple(length for _, length in local_box(like))
     if local == expected or 0 == math.prod(local) == math.prod(expected):
         return ""
@@ -89,8 +106,8 @@ def misplaced(like: DTensor) -> str:
 def local_value(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, as a plain tensor where possible. Local, a view.
 
-    A subclass that wraps one tensor of its own shape and dtype, such as float8 training weights, is unwrapped; others,
-    such as quantized ones, are returned as they are, with ``data_ptr()`` 0.
+    A subclass that wraps one tensor of its own shape and dtype, such as float8 training weights, is
+    unwrapped; others, such as quantized ones, are returned as they are, with ``data_ptr()`` 0.
     """
     local = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     while is_wrapper(local):
@@ -112,16 +129,25 @@ def wrapped_as(memory: Tensor, like: Tensor) -> Tensor:
 
 
 def dtensor_from_local(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
 ) -> DTensor:
-    """Return a DTensor of a local tensor, which stays on its device, such as offloaded to the CPU. Local."""
-    alike = torch.empty(local.shape, dtype=local.dtype, device="meta")  # from_local moves others to the mesh's device
+    """Return a DTensor of a local tensor, which stays on its device, such as offloaded to the CPU.
+    Local.
+    """
+    # from_local moves others to the mesh's device
+    alike = torch.empty(local.shape, dtype=local.dtype, device="meta")
     like = DTensor.from_local(alike, mesh, placements, run_check=False, shape=shape, stride=stride)
     return with_local(like, local)
 
 
 def as_sharded(local: Tensor, like: DTensor) -> DTensor:
-    """Return a DTensor with the placements of ``like`` and this local tensor, of any dtype and device. Local."""
+    """Return a DTensor with the placements of ``like`` and this local tensor, of any dtype and
+    device. Local.
+    """
     return dtensor_from_local(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
@@ -131,14 +157,22 @@ def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def is_first_replica(like: DTensor) -> bool:
-    """Return whether this rank is the first of those with the same shard: index 0 on every replicate axis."""
+    """Return whether this rank is the first of those with the same shard: index 0 on every
+    replicate axis.
+    """
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside its parameters' mesh"
-    return all(at == 0 for at, place in zip(coordinate, like.placements, strict=True) if not hasattr(place, "dim"))
+    return all(
+        at == 0
+        for at, place in zip(coordinate, like.placements, strict=True)
+        if not hasattr(place, "dim")
+    )
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return the device of this rank in a mesh."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )

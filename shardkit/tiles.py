@@ -149,6 +149,7 @@ def _is_right(
     difference = float((expected - alone).abs().max())
     if difference > eps**0.5 * largest:
         raise ShardkitError(
-            f"{fqn} computes a token differently, by {difference / largest:.1e}, when other tokens are left out. {rule}"
+            f"{fqn} computes a token differently, by {difference / largest:.1e}, when other tokens "
+            f"are left out. {rule}"
         )
     return 0 < largest < float("inf")

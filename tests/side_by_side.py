@@ -1,9 +1,10 @@
 """The whole suite in several processes, as one that waits for its ranks leaves a core idle.
 
-``pytest_runtestloop`` forks once everything is collected and imported. Each process takes one file after the other,
-the longest and those with ranks first, as what is short ends together. Each has pools of its own. The parent reports
-all of it, a file at a time, as if it had run it. Only on Linux, where a fork before the first test is safe, and only
-for what is worth it: a few files run as ever.
+``pytest_runtestloop`` forks once everything is collected and imported. Each process takes one file
+after the other, the longest and those with ranks first, as what is short ends together. Each has
+pools of its own. The parent reports all of it, a file at a time, as if it had run it. Only on
+Linux, where a fork before the first test is safe, and only for what is worth it: a few files run as
+ever.
 """
 
 from __future__ import annotations
@@ -20,17 +21,26 @@ from typing import Any
 import pytest
 
 WORTH_IT = 10  # files, beside the first with ranks
-FORKS = min(os.cpu_count() or 1, 3)  # beside the parent: one process more than cores, as each waits at times
+# beside the parent: one process more than cores, as each waits at times
+FORKS = min(os.cpu_count() or 1, 3)
 LONGEST = {"test_dropin_programs", "test_parity", "test_examples"}  # begun first
 Group = list[pytest.Item]  # of one file
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the collected items; None leaves it to pytest."""
-    groups = [list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)]
+    groups = [
+        list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)
+    ]
     first, *others = sorted(range(len(groups)), key=lambda number: _place(groups[number])) or [0]
     option = session.config.option
-    if option.collectonly or option.usepdb or session.testsfailed or sys.platform != "linux" or os.cpu_count() == 1:
+    if (
+        option.collectonly
+        or option.usepdb
+        or session.testsfailed
+        or sys.platform != "linux"
+        or os.cpu_count() == 1
+    ):
         return None
     if len(others) < WORTH_IT or not any(_has_ranks(group) for group in groups):
         return None
@@ -51,11 +61,13 @@ def _has_ranks(group: Group) -> bool:
 class _Several:
     """The processes' common knowledge.
 
-    The numbers of the files that any may run stand in a pipe, which gives each number to one of them. What a fork has
-    to say about file 7 is the file ``7`` in the folder.
+    The numbers of the files that any may run stand in a pipe, which gives each number to one of
+    them. What a fork has to say about file 7 is the file ``7`` in the folder.
     """
 
-    def __init__(self, session: pytest.Session, groups: list[Group], others: list[int], folder: Path) -> None:
+    def __init__(
+        self, session: pytest.Session, groups: list[Group], others: list[int], folder: Path
+    ) -> None:
         self.session, self.groups, self.folder = session, groups, folder
         self.unread = set(others)  # files that nothing is reported of
         self.queue, end = os.pipe()
@@ -121,7 +133,8 @@ class _Several:
                 self.unread.discard(number)
                 reports = pickle.loads(file.read_bytes())
                 for item in self.groups[number]:
-                    self._log(item, reports.get(item.nodeid, []))  # none where a fork was stopped before it
+                    # none where a fork was stopped before it
+                    self._log(item, reports.get(item.nodeid, []))
 
     def _report_lost(self, codes: list[int]) -> None:
         """Fail what a fork has taken and not finished."""
@@ -129,7 +142,14 @@ class _Several:
             for item in self.groups[number]:
                 said = f"the process that ran this file's tests ended; exit codes of all: {codes}"
                 lost = pytest.TestReport(item.nodeid, item.location, {}, "failed", said, "call")
-                self._log(item, [item.config.hook.pytest_report_to_serializable(config=item.config, report=lost)])
+                self._log(
+                    item,
+                    [
+                        item.config.hook.pytest_report_to_serializable(
+                            config=item.config, report=lost
+                        )
+                    ],
+                )
 
     def _log(self, item: pytest.Item, reports: list[dict[str, Any]]) -> None:
         hook = item.ihook
@@ -168,12 +188,15 @@ def _stop_if_asked(session: pytest.Session) -> None:
 
 
 def _end_as_a_fork(body: Any) -> None:
-    """Run ``body`` and end without what the parent's end is for: summaries, and the caller's ``finally``."""
+    """Run ``body`` and end without what the parent's end is for: summaries, and the caller's
+    ``finally``.
+    """
     code = 1
     try:
         body()
         code = 0
-    except (pytest.Session.Failed, pytest.Session.Interrupted):  # the parent stops too, when it reads of the failure
+    # the parent stops too, when it reads of the failure
+    except (pytest.Session.Failed, pytest.Session.Interrupted):
         code = 0
     finally:
         os._exit(code)

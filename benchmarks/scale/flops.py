@@ -1,4 +1,6 @@
-"""Count the floating-point operations of a traced step, by torch's registered formulas and three that it lacks."""
+"""Count the floating-point operations of a traced step, by torch's registered formulas and three
+that it lacks.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class FlopMeter(IntervalMeter):  # type: ignore[no-untyped-call]
         self.flops: dict[tuple[str, str], int] = defaultdict(int)
         super().__init__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Run the operator, and count."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.flops[self.opened[:2]] += flops_of(func, args, kwargs or {}, result)
@@ -66,7 +70,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
 
 
 def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
-    return 2 * query.shape[:-1].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+    return (
+        2 * query.shape[:-1].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+    )
 
 
 def _grouped(left: Tensor, right: Tensor, *_: Any) -> int:
@@ -74,8 +80,9 @@ def _grouped(left: Tensor, right: Tensor, *_: Any) -> int:
     return 2 * groups * left.shape[-2:].numel() * right.shape[-1]
 
 
-# Steps are traced on fake CPU tensors, whose fused attention torch counts since 2.15 only. Its formulas for GPUs refuse
-# grouped heads in torch 2.11. Two matrix products in forward, five in backward. Grouped products are those of experts.
+# Steps are traced on fake CPU tensors, whose fused attention torch counts since 2.15 only. Its
+# formulas for GPUs refuse grouped heads in torch 2.11. Two matrix products in forward, five in
+# backward. Grouped products are those of experts.
 _LACKING: dict[Any, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,

@@ -1,12 +1,14 @@
-"""Throughput of FSDP that others published, and what the model of a step's time says for the same runs.
+"""Throughput of FSDP that others published, and what the model of a step's time says for the same
+runs.
 
-Each series is one system, model and kind of GPU. The model is asked twice: with the rates of ``HARDWARE``, and with the
-rate of matrix products at which its first row comes out as published, so that the other rows test what it says of more
-ranks. Tensor and pipeline parallel runs are left out (torchtitan's 70B and 405B since 2024), and float8: a plan of
-FSDP2 says nothing of them. MFU counts no checkpointed forwards, no embeddings, and full attention: so KempnerForge's
-57.8 % is 54.5 % here. KempnerForge and thunder keep parameters and AdamW's state in bf16, without float32 masters, as
-llm-foundry does on A100s, which have 40 GB. fms-fsdp does not say how many blocks it checkpoints: here as many as its
-HFU means over its MFU.
+Each series is one system, model and kind of GPU. The model is asked twice: with the rates of
+``HARDWARE``, and with the rate of matrix products at which its first row comes out as published, so
+that the other rows test what it says of more ranks. Tensor and pipeline parallel runs are left out
+(torchtitan's 70B and 405B since 2024), and float8: a plan of FSDP2 says nothing of them. MFU counts
+no checkpointed forwards, no embeddings, and full attention: so KempnerForge's 57.8 % is 54.5 %
+here. KempnerForge and thunder keep parameters and AdamW's state in bf16, without float32 masters,
+as llm-foundry does on A100s, which have 40 GB. fms-fsdp does not say how many blocks it
+checkpoints: here as many as its HFU means over its MFU.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ GITHUB = "https://github.com"
 TITAN = f"{GITHUB}/pytorch/torchtitan/blob/31a17bf/benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_A100 = f"{GITHUB}/will-thompson-k/torchtitan/blob/main/docs/performance.md"
 FOUNDRY = f"{GITHUB}/mosaicml/llm-foundry/blob/4952183/scripts/train/benchmarking/README.md"
-KEMPNER = f"{GITHUB}/KempnerInstitute/KempnerForge/blob/abbbac3/benchmarks/mfu_scaling/mfu_scaling.md"
+KEMPNER = (
+    f"{GITHUB}/KempnerInstitute/KempnerForge/blob/abbbac3/benchmarks/mfu_scaling/mfu_scaling.md"
+)
 THUNDER = f"{GITHUB}/Lightning-AI/lightning-thunder/pull/940"
 FMS = f"{GITHUB}/foundation-model-stack/fms-fsdp/blob/ed74fd5/README.md"
 
@@ -56,7 +60,9 @@ def llama(
 
 def mpt(width: int, layers: int) -> MptConfig:
     """A config of llm-foundry's shapes: heads of 128, four times as wide in between."""
-    return MptConfig(d_model=width, n_heads=width // 128, n_layers=layers, vocab_size=50432, max_seq_len=2048)
+    return MptConfig(
+        d_model=width, n_heads=width // 128, n_layers=layers, vocab_size=50432, max_seq_len=2048
+    )
 
 
 def on_meta(config: PretrainedConfig) -> nn.Module:
@@ -67,13 +73,17 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
 
 
 def plan_of(model: nn.Module, *, checkpointed: float | str, resharded: bool = True) -> ShardingPlan:
-    """The default plan in bfloat16 with float32 reductions, on one node; without ``resharded`` it is ZeRO-2.
+    """The default plan in bfloat16 with float32 reductions, on one node; without ``resharded`` it
+    is ZeRO-2.
 
     ``checkpointed`` is a share of the blocks, or ``"selective"``, in all of them.
     """
     kept = None if resharded else False
     plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=POLICY, reshard_after_forward=kept)
-    found, selective = [unit.name for unit in plan.units if unit.blocks], isinstance(checkpointed, str)
+    found, selective = (
+        [unit.name for unit in plan.units if unit.blocks],
+        isinstance(checkpointed, str),
+    )
     chosen = found if isinstance(checkpointed, str) else found[: round(checkpointed * len(found))]
     return with_checkpoints(plan, dict.fromkeys(chosen, "selective" if selective else True))
 
@@ -121,7 +131,10 @@ class Series:
     @property
     def flops_per_token(self) -> float:
         """As benchmarks/README.md counts them."""
-        config, linear = self.config(), (each for each in self.model.modules() if isinstance(each, nn.Linear))
+        config, linear = (
+            self.config(),
+            (each for each in self.model.modules() if isinstance(each, nn.Linear)),
+        )
         attention: int = 12 * config.num_hidden_layers * config.hidden_size * self.positions
         return 6 * sum(each.weight.numel() for each in linear) + attention
 
@@ -135,7 +148,11 @@ class Series:
         node = hardware.ranks_per_node
         hybrid = self.hybrid and run.ranks > node
         mesh = MeshSpec.hybrid(run.ranks // node, node) if hybrid else MeshSpec.sharded(run.ranks)
-        return run.rows * self.positions / step_time(on_mesh(self.plan, mesh), step, hardware, ADAMW).total
+        return (
+            run.rows
+            * self.positions
+            / step_time(on_mesh(self.plan, mesh), step, hardware, ADAMW).total
+        )
 
 
 @dataclass(frozen=True)
@@ -186,11 +203,13 @@ def compare(series: Series) -> Iterator[Compared]:
         yield Compared(series, run, mfu, modeled, fitted, rate / series.hardware.matmul_flops)
 
 
-LOST, FAR_SOURCE = 0.37, "https://arxiv.org/html/2411.13055"  # throughput, from 128 to 2,048 H100s, Llama 2 7B
+# throughput, from 128 to 2,048 H100s, Llama 2 7B
+LOST, FAR_SOURCE = 0.37, "https://arxiv.org/html/2411.13055"
 
 
 def far(hardware: Hardware) -> tuple[float, float]:
-    """What the model says was lost there, and the latency between nodes, in seconds a hop, at which that is ``LOST``.
+    """What the model says was lost there, and the latency between nodes, in seconds a hop, at which
+    that is ``LOST``.
 
     The micro-batch, 2 sequences of 4,096 tokens, is an assumption.
     """
@@ -199,7 +218,9 @@ def far(hardware: Hardware) -> tuple[float, float]:
 
     def lost(latency: float) -> float:
         rates = replace(hardware, network_latency=latency)
-        few, many = (series.tokens_per_second(Run(ranks, 2, 0), step, rates) for ranks in (128, 2048))
+        few, many = (
+            series.tokens_per_second(Run(ranks, 2, 0), step, rates) for ranks in (128, 2048)
+        )
         return 1 - many / few
 
     return lost(hardware.network_latency), solved(lost, LOST, 1e-3)
@@ -231,17 +252,38 @@ def _runs(*runs: tuple[int, int, float]) -> tuple[Run, ...]:
 
 
 def _foundry(
-    name: str, width: int, layers: int, checkpointed: bool, hardware: Hardware, *runs: tuple[int, int, float]
+    name: str,
+    width: int,
+    layers: int,
+    checkpointed: bool,
+    hardware: Hardware,
+    *runs: tuple[int, int, float],
 ) -> Series:
-    return Series("llm-foundry", FOUNDRY, name, lambda: mpt(width, layers), 2048, checkpointed, hardware, _runs(*runs))
+    return Series(
+        "llm-foundry",
+        FOUNDRY,
+        name,
+        lambda: mpt(width, layers),
+        2048,
+        checkpointed,
+        hardware,
+        _runs(*runs),
+    )
 
 
 def _fms(
-    name: str, config: tuple[int, ...], checkpointed: float, published: tuple[float, float], *, hybrid: bool = False
+    name: str,
+    config: tuple[int, ...],
+    checkpointed: float,
+    published: tuple[float, float],
+    *,
+    hybrid: bool = False,
 ) -> Iterator[Series]:
     for hardware, ranks, speed in ((VELA, 128, published[0]), (VELA_H100, 96, published[1])):
         shape, runs = functools.partial(llama, *config), _runs((ranks, 2, speed))
-        yield Series("fms-fsdp, compiled", FMS, name, shape, 4096, checkpointed, hardware, runs, hybrid)
+        yield Series(
+            "fms-fsdp, compiled", FMS, name, shape, 4096, checkpointed, hardware, runs, hybrid
+        )
 
 
 def _thunder(how: str, published: float) -> Series:
@@ -270,11 +312,41 @@ SERIES = (
     _thunder("FSDP1, compiled, ZeRO-2", 10185),
     _titan("torchtitan, compiled", (8, 2, 6667), (128, 2, 6514)),
     _titan("torchtitan", (8, 2, 5762), (128, 2, 5605)),
-    Series("torchtitan, 2024", TITAN_A100, "Llama 8B", llama_8b, 8192, False, A100, _runs((64, 1, 2973))),
-    Series("torchtitan, 2024", TITAN_A100, "Llama 70B", llama_70b, 8192, True, A100, _runs((64, 1, 331))),
+    Series(
+        "torchtitan, 2024",
+        TITAN_A100,
+        "Llama 8B",
+        llama_8b,
+        8192,
+        False,
+        A100,
+        _runs((64, 1, 2973)),
+    ),
+    Series(
+        "torchtitan, 2024",
+        TITAN_A100,
+        "Llama 70B",
+        llama_70b,
+        8192,
+        True,
+        A100,
+        _runs((64, 1, 331)),
+    ),
     _foundry("MPT 1B", 2048, 24, False, H100, (16, 20, 46037), (32, 20, 45130), (64, 20, 44402)),
-    _foundry("MPT 7B", 4096, 32, False, H100, (8, 6, 10643), (128, 6, 10475), (256, 6, 10119), (512, 6, 9670)),
-    _foundry("MPT 13B", 5120, 40, False, H100, (8, 2, 4792), (16, 2, 4767), (32, 2, 4811), (64, 2, 4800)),
+    _foundry(
+        "MPT 7B",
+        4096,
+        32,
+        False,
+        H100,
+        (8, 6, 10643),
+        (128, 6, 10475),
+        (256, 6, 10119),
+        (512, 6, 9670),
+    ),
+    _foundry(
+        "MPT 13B", 5120, 40, False, H100, (8, 2, 4792), (16, 2, 4767), (32, 2, 4811), (64, 2, 4800)
+    ),
     _foundry("MPT 7B", 4096, 32, True, A100, (32, 18, 3725), (64, 18, 3665), (128, 18, 3623)),
     _foundry("MPT 13B", 5120, 40, True, A100, (32, 14, 1998), (64, 16, 1976), (128, 16, 1972)),
     *_fms("Llama 2 7B", (4096, 11008, 32, 32, 32, 32000), 0, (4550, 9600), hybrid=True),

@@ -1,10 +1,12 @@
-"""Simulated scale: models of 1B to 671B on 8 to 16,384 ranks, by the library's own plans and a model of seconds.
+"""Simulated scale: models of 1B to 671B on 8 to 16,384 ranks, by the library's own plans and a
+model of seconds.
 
-Run: ``python -m benchmarks.scale``, 90 s; needs transformers and matplotlib. ``--write`` puts all tables into
-``benchmarks/results/`` and draws ``docs/pictures/scale.png``; ``--model "Llama 8B"`` prints one model alone. Nothing is
-measured. Plans are those of ``plan_model`` on meta, bytes and messages are counted from them, and times are by the
-model that ``benchmarks/scale/speed.py`` states, with the bandwidths of ``HARDWARE["h100"]``. Only the rate of matrix
-products is another one: ``REACHED``, which published runs of FSDP reached, other kernels included. Each rank has one
+Run: ``python -m benchmarks.scale``, 90 s; needs transformers and matplotlib. ``--write`` puts all
+tables into ``benchmarks/results/`` and draws ``docs/pictures/scale.png``; ``--model "Llama 8B"``
+prints one model alone. Nothing is measured. Plans are those of ``plan_model`` on meta, bytes and
+messages are counted from them, and times are by the model that ``benchmarks/scale/speed.py``
+states, with the bandwidths of ``HARDWARE["h100"]``. Only the rate of matrix products is another
+one: ``REACHED``, which published runs of FSDP reached, other kernels included. Each rank has one
 sequence of 8,192 tokens; blocks are checkpointed, except in the 1B.
 """
 
@@ -36,12 +38,23 @@ from benchmarks.scale.published import (
     plan_of,
     token_batch,
 )
-from benchmarks.scale.speed import HARDWARE, STRATEGIES, Hardware, ScalingRow, ScalingTable, scaling_table
+from benchmarks.scale.speed import (
+    HARDWARE,
+    STRATEGIES,
+    Hardware,
+    ScalingRow,
+    ScalingTable,
+    scaling_table,
+)
 from shardkit.plan.types import nbytes
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "scale_202611.md", ROOT / "docs" / "pictures" / "scale.png"
-REACHED = 405e12  # FLOP/s: 0.51 of what matrix products alone reach, as in the first row of published.py
+RESULTS, PICTURE = (
+    ROOT / "benchmarks" / "results" / "scale_202611.md",
+    ROOT / "docs" / "pictures" / "scale.png",
+)
+# FLOP/s: 0.51 of what matrix products alone reach, as in the first row of published.py
+REACHED = 405e12
 HARDWARE_REACHED = replace(HARDWARE["h100"], matmul_flops=REACHED)
 BUDGET = 72 * 2**30  # of 80 GiB
 TOKENS = 8192
@@ -56,9 +69,15 @@ def mixtral() -> MixtralConfig:
 
 def qwen3_moe() -> Qwen3MoeConfig:
     """Qwen3-30B-A3B."""
-    shape: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+    shape: dict[str, Any] = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+    }
     shape |= {"num_key_value_heads": 4, "head_dim": 128}
-    return Qwen3MoeConfig(**shape, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
+    return Qwen3MoeConfig(
+        **shape, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
+    )
 
 
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -92,12 +111,16 @@ def scaled(name: str, hardware: Hardware = HARDWARE_REACHED) -> Scaled:
     model = on_meta(MODELS[name]())
     plan = plan_of(model, checkpointed=name != "Llama 1B")
     table = scaling_table(model, plan, token_batch(1, TOKENS), hardware)
-    return Scaled(name, sum(param.numel() for param in model.parameters()), table, time.process_time() - start)
+    return Scaled(
+        name, sum(param.numel() for param in model.parameters()), table, time.process_time() - start
+    )
 
 
 def imbalance(row: ScalingRow) -> float:
     """The bytes of the fullest rank over an equal part."""
-    return row.plan.held_bytes() * row.mesh.shard_size / sum(spec.nbytes for spec in row.plan.params)
+    return (
+        row.plan.held_bytes() * row.mesh.shard_size / sum(spec.nbytes for spec in row.plan.params)
+    )
 
 
 def fits(row: ScalingRow) -> bool:
@@ -121,7 +144,9 @@ def faster(model: Scaled, strategy: str) -> str:
         return fits(row) and fsdp is not None and row.time.total < GAIN * fsdp.time.total
 
     found = [row.ranks for row in model.table.of(strategy) if gains(row)]
-    return f"{found[0]:,} to {found[-1]:,}" if len(found) > 1 else f"{found[0]:,}" if found else "none"
+    return (
+        f"{found[0]:,} to {found[-1]:,}" if len(found) > 1 else f"{found[0]:,}" if found else "none"
+    )
 
 
 def summary(models: list[Scaled]) -> str:
@@ -131,7 +156,11 @@ def summary(models: list[Scaled]) -> str:
     lines = []
     for model in models:
         tables = [model.table.of(strategy) for strategy in STRATEGIES]
-        line = [model.name, f"{model.parameters / 1e9:.3g} B", *(first(rows, fits) for rows in tables)]
+        line = [
+            model.name,
+            f"{model.parameters / 1e9:.3g} B",
+            *(first(rows, fits) for rows in tables),
+        ]
         line += [first(rows, lambda row: not row.hides) for rows in tables]
         lines.append([*line, faster(model, "HSDP"), faster(model, "hpZ")])
     return markdown(titles, lines)
@@ -151,8 +180,23 @@ def steps(models: list[Scaled]) -> str:
 
 def every_row(model: Scaled) -> str:
     """All rows of one model."""
-    titles = ["ranks", "strategy", "parameters on the fullest rank", "over an equal part", "peak", "fits"]
-    titles += ["messages in node", "between", "bytes in node", "between", "step, s", "exposed, s", "tokens/s a rank"]
+    titles = [
+        "ranks",
+        "strategy",
+        "parameters on the fullest rank",
+        "over an equal part",
+        "peak",
+        "fits",
+    ]
+    titles += [
+        "messages in node",
+        "between",
+        "bytes in node",
+        "between",
+        "step, s",
+        "exposed, s",
+        "tokens/s a rank",
+    ]
     lines = []
     for row in model.table.rows:
         sent = row.time.traffic
@@ -163,9 +207,20 @@ def every_row(model: Scaled) -> str:
             f"{imbalance(row):.3f}",
             nbytes(row.peak),
         ]
-        line += ["yes" if fits(row) else "no", f"{sent.messages_in_node:,}", f"{sent.messages_between_nodes:,}"]
+        line += [
+            "yes" if fits(row) else "no",
+            f"{sent.messages_in_node:,}",
+            f"{sent.messages_between_nodes:,}",
+        ]
         line += [nbytes(round(sent.bytes_in_node)), nbytes(round(sent.bytes_between_nodes))]
-        lines.append([*line, f"{row.time.total:.3g}", f"{row.time.exposed:.3g}", f"{TOKENS / row.time.total:,.0f}"])
+        lines.append(
+            [
+                *line,
+                f"{row.time.total:.3g}",
+                f"{row.time.exposed:.3g}",
+                f"{TOKENS / row.time.total:,.0f}",
+            ]
+        )
     return markdown(titles, lines)
 
 
@@ -174,18 +229,43 @@ def every_row(model: Scaled) -> str:
 
 def beside_published(found: list[Compared]) -> str:
     """A line for each published number, and the sources."""
-    titles = ["system", "model", "GPUs", "ranks", "published tokens/s", "MFU", "model", "error", "rate fitted", "error"]
+    titles = [
+        "system",
+        "model",
+        "GPUs",
+        "ranks",
+        "published tokens/s",
+        "MFU",
+        "model",
+        "error",
+        "rate fitted",
+        "error",
+    ]
     lines = []
     for each in found:
         series, run = each.series, each.run
         kind = f"{'HSDP' if series.hybrid else 'FSDP'}{_checkpoints(series.checkpointed)}"
-        line = [f"{series.system}, {kind}", series.name, series.hardware.name.upper(), str(run.ranks)]
-        line += [f"{run.published:,.0f}", f"{each.mfu:.1%}", f"{each.modeled:,.0f}", f"{each.error:+.0%}"]
+        line = [
+            f"{series.system}, {kind}",
+            series.name,
+            series.hardware.name.upper(),
+            str(run.ranks),
+        ]
+        line += [
+            f"{run.published:,.0f}",
+            f"{each.mfu:.1%}",
+            f"{each.modeled:,.0f}",
+            f"{each.error:+.0%}",
+        ]
         fitted = f"x {each.share:.2f}" if len(series.runs) > 1 else ""
         fitted = fitted if each.fitted is None else f"{each.fitted:,.0f}"
-        lines.append([*line, fitted, "" if each.fitted_error is None else f"{each.fitted_error:+.1%}"])
+        lines.append(
+            [*line, fitted, "" if each.fitted_error is None else f"{each.fitted_error:+.1%}"]
+        )
     sources = dict.fromkeys((each.series.system, each.series.source) for each in found)
-    return "\n".join([markdown(titles, lines), "", *(f"- {system}: {source}" for system, source in sources)])
+    return "\n".join(
+        [markdown(titles, lines), "", *(f"- {system}: {source}" for system, source in sources)]
+    )
 
 
 def _checkpoints(checkpointed: float | str) -> str:
@@ -197,11 +277,14 @@ def _checkpoints(checkpointed: float | str) -> str:
 
 
 def beyond(models: list[Scaled], lost: float, latency: float) -> str:
-    """The one published number for thousands of ranks that was found, and the summary that follows from it."""
+    """The one published number for thousands of ranks that was found, and the summary that follows
+    from it.
+    """
     return (
-        f"From 128 to 2,048 H100s a Llama 2 7B under FSDP lost {LOST:.0%} of its throughput ({FAR_SOURCE}). The model "
-        f"says {lost:.0%}, for an assumed micro-batch of 2 x 4,096 tokens: it knows no congestion and no stragglers. "
-        f"With {latency * 1e6:.0f} us a hop between nodes it says {LOST:.0%}, and the summary becomes:\n\n"
+        f"From 128 to 2,048 H100s a Llama 2 7B under FSDP lost {LOST:.0%} of its throughput "
+        f"({FAR_SOURCE}). The model says {lost:.0%}, for an assumed micro-batch of 2 x 4,096 "
+        f"tokens: it knows no congestion and no stragglers. With {latency * 1e6:.0f} us a hop "
+        f"between nodes it says {LOST:.0%}, and the summary becomes:\n\n"
         f"{summary(models)}"
     )
 
@@ -210,7 +293,9 @@ def beyond(models: list[Scaled], lost: float, latency: float) -> str:
 
 
 def draw(models: list[Scaled], found: list[Compared], path: Path) -> None:
-    """Tokens per second of a rank over ranks, with the slower network, and the model beside published numbers."""
+    """Tokens per second of a rank over ranks, with the slower network, and the model beside
+    published numbers.
+    """
     figure = Figure(figsize=(12, 6), dpi=120, layout="constrained")
     panels = figure.subplots(2, 4)
     for axes, model in zip(panels.flat, models, strict=False):
@@ -233,7 +318,9 @@ def _draw_model(axes: Axes, model: Scaled) -> None:
         speeds = [TOKENS / row.time.total for row in rows]
         ranks = [row.ranks for row in rows]
         axes.plot(ranks, speeds, style, color=color, alpha=0.35, lw=1)
-        within = [speed if fits(row) else float("nan") for row, speed in zip(rows, speeds, strict=True)]
+        within = [
+            speed if fits(row) else float("nan") for row, speed in zip(rows, speeds, strict=True)
+        ]
         axes.plot(ranks, within, style, color=color, lw=2, label=strategy)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 1.08 * max(TOKENS / row.time.total for row in model.table.rows))
@@ -244,9 +331,18 @@ def _draw_model(axes: Axes, model: Scaled) -> None:
 def _draw_published(axes: Axes, found: list[Compared]) -> None:
     published = [each.run.published for each in found]
     axes.plot(published, published, color="#BBBBBB", lw=1)
-    axes.plot(published, [each.modeled for each in found], "o", ms=4, color="#D55E00", label="model, data sheets")
+    axes.plot(
+        published,
+        [each.modeled for each in found],
+        "o",
+        ms=4,
+        color="#D55E00",
+        label="model, data sheets",
+    )
     fitted = [(each.run.published, each.fitted) for each in found if each.fitted]
-    axes.plot(*zip(*fitted, strict=True), "s", ms=4, color="#0072B2", label="model, one rate fitted")
+    axes.plot(
+        *zip(*fitted, strict=True), "s", ms=4, color="#0072B2", label="model, one rate fitted"
+    )
     axes.set(xscale="log", yscale="log", xlabel="published tokens/s")
     axes.set_title("beside published runs", fontsize=9)
     axes.legend(frameon=False, fontsize=7)
@@ -260,12 +356,13 @@ def page(models: list[Scaled], found: list[Compared], last: str) -> str:
     return "\n\n".join(
         [
             "# Simulated scale",
-            f"`python -m benchmarks.scale --write`, torch {torch.__version__}. Nothing is measured; times are by the "
-            f"model of `benchmarks/scale/speed.py`: {rates.matmul_flops / 1e12:.0f} TFLOP/s, "
-            f"{rates.node_bandwidth / 1e9:.0f} GB/s in a node of {rates.ranks_per_node}, "
-            f"{rates.network_bandwidth / 1e9:.0f} GB/s a rank between nodes, {rates.latency * 1e6:.1f} and "
-            f"{rates.network_latency * 1e6:.0f} us a hop. One sequence of {TOKENS:,} tokens a rank; AdamW, float32 "
-            "parameters, bfloat16 compute, float32 reductions; blocks checkpointed, except in the 1B.",
+            f"`python -m benchmarks.scale --write`, torch {torch.__version__}. Nothing is "
+            "measured; times are by the model of `benchmarks/scale/speed.py`: "
+            f"{rates.matmul_flops / 1e12:.0f} TFLOP/s, {rates.node_bandwidth / 1e9:.0f} GB/s in a "
+            f"node of {rates.ranks_per_node}, {rates.network_bandwidth / 1e9:.0f} GB/s a rank "
+            f"between nodes, {rates.latency * 1e6:.1f} and {rates.network_latency * 1e6:.0f} us a "
+            f"hop. One sequence of {TOKENS:,} tokens a rank; AdamW, float32 parameters, bfloat16 "
+            "compute, float32 reductions; blocks checkpointed, except in the 1B.",
             f"CPU seconds to build, plan, trace and scale: {took}.",
             summary(models),
             steps(models),
@@ -291,7 +388,9 @@ def main() -> None:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, help="this one alone, every row")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} and {PICTURE.name}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {RESULTS.name} and {PICTURE.name}"
+    )
     options = parser.parse_args()
     if options.model:
         print(every_row(scaled(options.model)))

@@ -24,4 +24,6 @@ def test_a_trace_of_few_blocks_is_stretched_to_that_of_all(checkpointed):
     model, plan = guide.planned(shape)
     whole = trace(model, with_checkpoints(plan, policies), guide.tokens(*guide.TOKENS))
     assert guide.stretched(shape, policies) == whole
-    assert {f"layers.{number}" for number in range(7)} < {interval.unit for interval in whole.intervals}
+    assert {f"layers.{number}" for number in range(7)} < {
+        interval.unit for interval in whole.intervals
+    }

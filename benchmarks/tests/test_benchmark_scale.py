@@ -42,8 +42,11 @@ def test_bytes_and_steps_are_those_of_the_librarys_rows(one):
 
 
 def test_the_first_run_of_a_series_is_fitted_and_the_others_are_predicted():
-    hardware = replace(HARDWARE["h100"], hook_time=0, latency=0, network_latency=0)  # else a tiny step is all latency
-    series = Series("a", "b", "tiny", lambda: TINY, 16, True, hardware, (Run(8, 2, 1e6), Run(64, 2, 9e5)))
+    # else a tiny step is all latency
+    hardware = replace(HARDWARE["h100"], hook_time=0, latency=0, network_latency=0)
+    series = Series(
+        "a", "b", "tiny", lambda: TINY, 16, True, hardware, (Run(8, 2, 1e6), Run(64, 2, 9e5))
+    )
     first, second = compare(series)
     step = series.traced(2, checkpointed=True)
     reached = replace(hardware, matmul_flops=hardware.matmul_flops * first.share)
@@ -67,7 +70,11 @@ def test_solving():
 def test_a_whole_page(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(scale, "MODELS", {"Llama 1B": lambda: TINY, "tiny": lambda: TINY})
     runs = (Run(8, 1, 100.0), Run(16, 1, 90.0))
-    monkeypatch.setattr(scale, "SERIES", (Series("a", "b", "tiny", lambda: TINY, 16, False, HARDWARE["h100"], runs),))
+    monkeypatch.setattr(
+        scale,
+        "SERIES",
+        (Series("a", "b", "tiny", lambda: TINY, 16, False, HARDWARE["h100"], runs),),
+    )
     monkeypatch.setattr(scale, "TOKENS", 16)
     monkeypatch.setattr(published, "llama_2_7b", lambda: TINY)
     monkeypatch.setattr(scale, "RESULTS", tmp_path / "scale.md")
@@ -83,21 +90,29 @@ def test_a_whole_page(monkeypatch, tmp_path, capsys):
 
 
 def test_what_a_rank_sends_in_a_step():
-    model = nn.Sequential(nn.Linear(64, 64, bias=False))  # 16,384 bytes, in a unit that is gathered twice
+    # 16,384 bytes, in a unit that is gathered twice
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
     plan = plan_model(model, units="0", mesh=MeshSpec.sharded(8), reshard_after_forward=True)
     hardware = replace(HARDWARE["h100"], ranks_per_node=2)
     table = scaling_table(model, plan, torch.zeros(1, 64), hardware, worlds=(2, 8))
     assert [(row.strategy, row.time.traffic) for row in table.rows] == [
         ("FSDP", Traffic(3, 3 * 8192, 0, 0)),
-        ("FSDP", Traffic(3, 3 * (14336 - 6144), 9, 3 * 6144)),  # 7/8 of all bytes; a node shares 3/4 of them
-        ("HSDP", Traffic(3, 3 * 8192, 2 * 2, 2 * 6144)),  # the half of a rank all-reduced over 4 nodes, as a tree
-        ("hpZ", Traffic(3, 2 * (14336 - 6144) + 8192, 6, 2 * 6144)),  # backward's all-gather stays in the node
+        # 7/8 of all bytes; a node shares 3/4 of them
+        ("FSDP", Traffic(3, 3 * (14336 - 6144), 9, 3 * 6144)),
+        # the half of a rank all-reduced over 4 nodes, as a tree
+        ("HSDP", Traffic(3, 3 * 8192, 2 * 2, 2 * 6144)),
+        # backward's all-gather stays in the node
+        ("hpZ", Traffic(3, 2 * (14336 - 6144) + 8192, 6, 2 * 6144)),
     ]
-    assert all(row.time.total == row.time.hooks > row.time.device > 0 for row in table.of("FSDP")[:1])
+    assert all(
+        row.time.total == row.time.hooks > row.time.device > 0 for row in table.of("FSDP")[:1]
+    )
 
 
 class Attends(nn.Module):
-    """Attention of 4 heads of width 8, and a grouped matrix product as transformers' experts compute it."""
+    """Attention of 4 heads of width 8, and a grouped matrix product as transformers' experts
+    compute it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,12 +124,20 @@ class Attends(nn.Module):
     def forward(self, q, tokens):
         ends = torch.empty(4, dtype=torch.int32, device=tokens.device)
         out = nn.functional.scaled_dot_product_attention(q * self.scale, q, q, is_causal=True)
-        return out.mean() + torch._grouped_mm(tokens * self.experts.sum(), self.experts, offs=ends).mean()
+        return (
+            out.mean()
+            + torch._grouped_mm(tokens * self.experts.sum(), self.experts, offs=ends).mean()
+        )
 
 
 def test_attention_and_experts_count():
     """Of fake CPU tensors too, which torch's own formulas leave out before 2.15."""
-    model, heads, tokens = Attends(), torch.empty(2, 4, 16, 8), torch.empty(24, 16, dtype=torch.bfloat16)
+    model, heads, tokens = (
+        Attends(),
+        torch.empty(2, 4, 16, 8),
+        torch.empty(24, 16, dtype=torch.bfloat16),
+    )
     step = step_of(model, plan_model(model, mesh=MeshSpec.sharded(2)), (heads, tokens))
-    attention = (2 + 5) * 2 * heads.numel() * 16  # products of queries by keys by width, 2 operations each
+    # products of queries by keys by width, 2 operations each
+    attention = (2 + 5) * 2 * heads.numel() * 16
     assert sum(step.flops.values()) == attention + 3 * 2 * 24 * 16 * 32

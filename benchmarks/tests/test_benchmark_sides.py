@@ -1,4 +1,6 @@
-"""The sides of the training benchmark: the same model, the same losses, and nothing asked for that is ignored."""
+"""The sides of the training benchmark: the same model, the same losses, and nothing asked for that
+is ignored.
+"""
 
 import importlib.util
 import itertools
@@ -9,7 +11,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.models import SHAPES, Llama, attend, chunk_loss, fusible_chunk_loss, llama, rope_table
+from benchmarks.models import (
+    SHAPES,
+    Llama,
+    attend,
+    chunk_loss,
+    fusible_chunk_loss,
+    llama,
+    rope_table,
+)
 from benchmarks.train import disk, outside
 from benchmarks.train.case import Case
 from benchmarks.train.sides import SIDES, ours
@@ -25,7 +35,8 @@ SHARDED = ("fsdp1", "naive", "expert", "shardkit", "shardkit-budget")
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    monkeypatch.setattr("shardkit.api.print", lambda choice: None, raising=False)  # a budget's choice is printed
+    # a budget's choice is printed
+    monkeypatch.setattr("shardkit.api.print", lambda choice: None, raising=False)
 
 
 def ids():
@@ -38,11 +49,14 @@ def losses(side, case, steps=2):
     return [training.step(ids()).item() for _ in range(steps)]
 
 
-# --- Models ----------------------------------------------------------------------------------------------------------
+# --- Models ---------------------------------------------------------------------------------------
 
 
 def test_shapes_are_the_published_ones():
-    counts = {name: sum(param.numel() for param in llama(name).parameters()) for name in ("1B", "7B", "8B")}
+    counts = {
+        name: sum(param.numel() for param in llama(name).parameters())
+        for name in ("1B", "7B", "8B")
+    }
     assert counts == {"1B": 1_235_814_400, "7B": 6_738_415_616, "8B": 8_030_261_248}
 
 
@@ -53,7 +67,8 @@ def test_the_loss_in_chunks_is_the_loss():
     chunked = Llama(SHAPES["tiny"], chunk=24)  # the last one is shorter
     losses = [model(ids()) for model in (whole, chunked)]
     assert abs(losses[0].item() - math.log(1000)) < 0.25
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)  # float32, summed in another order
+    # float32, summed in another order
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
     for loss in losses:
         (2 * loss).backward()  # a gradient that is not 1
     for param, other in zip(whole.parameters(), chunked.parameters(), strict=True):
@@ -74,7 +89,8 @@ def test_blocks_and_loss_compile_without_graph_breaks():
             assert torch.equal(mine, other)
     torch.compiler.reset()
     for mine, other in zip(fusible_chunk_loss(*args), chunk_loss(*args), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8)  # float32: divided before or after
+        # float32: divided before or after
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8)
 
 
 def test_repeated_heads_are_grouped_heads():
@@ -82,13 +98,15 @@ def test_repeated_heads_are_grouped_heads():
     torch.testing.assert_close(attend(q, k, v, grouped=False), attend(q, k, v, grouped=True))
 
 
-# --- The same training on every side ---------------------------------------------------------------------------------
+# --- The same training on every side --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-tied"])
 def test_in_float32_every_side_has_the_same_losses_to_the_bit(model):
     with world(0, CPU, "float32"):
-        found = {side: losses(side, replace(BASE, model=model)) for side in (*SHARDED, "bare", "ddp")}
+        found = {
+            side: losses(side, replace(BASE, model=model)) for side in (*SHARDED, "bare", "ddp")
+        }
         pairs = ours.make(replace(BASE, model=model), CPU, together=2)
         found["pairs of blocks"] = [pairs.step(ids()).item() for _ in range(2)]
     first, last = found["bare"]
@@ -100,14 +118,17 @@ def test_in_bf16_sharded_sides_agree_to_the_bit_and_others_start_alike():
     half = replace(BASE, bf16=True)
     with world(0, CPU, "bf16"):
         found = {side: losses(side, half) for side in (*SHARDED, "bare", "ddp")}
-        masterless = {tuple(losses(side, replace(half, masters=False))) for side in ("shardkit", "expert", "naive")}
+        masterless = {
+            tuple(losses(side, replace(half, masters=False)))
+            for side in ("shardkit", "expert", "naive")
+        }
         training = SIDES["shardkit"].build(replace(half, masters=False), CPU)
         training.step(ids())
     assert {param.dtype for param in training.model.parameters()} == {torch.bfloat16}
     assert masterless == {tuple(found["bare"])}
     assert len({tuple(found[side]) for side in SHARDED}) == 1
-    # The bare model has the same weights in the first step, and then rounds its updates to 8 bits. Autocast adds up the
-    # residual stream in float32.
+    # The bare model has the same weights in the first step, and then rounds its updates to 8 bits.
+    # Autocast adds up the residual stream in float32.
     assert found["bare"][0] == found["shardkit"][0]
     assert found["bare"][1] != found["shardkit"][1]
     assert 0 < abs(found["ddp"][0] - found["shardkit"][0]) < 2**-8 * found["shardkit"][0]
@@ -126,9 +147,13 @@ def test_transformers_llama_and_settings_change_no_loss():
         ):
             assert losses("shardkit", replace(half, **changes)) == plain
         assert losses("expert", replace(half, checkpointing="selective")) == plain
-        assert losses("shardkit", replace(half, model="hf-tiny")) == losses("naive", replace(half, model="hf-tiny"))
+        assert losses("shardkit", replace(half, model="hf-tiny")) == losses(
+            "naive", replace(half, model="hf-tiny")
+        )
         # Without clipping, which no optimizer in backward can have.
-        unclipped = [losses(side, replace(half, stepping="in_backward")) for side in ("shardkit", "naive")]
+        unclipped = [
+            losses(side, replace(half, stepping="in_backward")) for side in ("shardkit", "naive")
+        ]
     assert unclipped[0] == unclipped[1] != plain
 
 
@@ -140,21 +165,28 @@ def test_recomputing_costs_what_it_says():
         return counter.get_total_flops()
 
     with world(0, CPU, "flops"):
-        none, selective, unit = (flops(checkpointing) for checkpointing in ("none", "selective", "unit"))
-    shape = SHAPES["tiny"]  # k and v have 2 heads of 16; of q, k, v, out, gate, up, down every other one is saved
+        none, selective, unit = (
+            flops(checkpointing) for checkpointing in ("none", "selective", "unit")
+        )
+    # k and v have 2 heads of 16; of q, k, v, out, gate, up, down every other one is saved
+    shape = SHAPES["tiny"]
     recomputed = shape.width * (32 + shape.width + shape.mlp)  # weights of k, out and up
     assert selective - none == 2 * 2 * 16 * shape.layers * recomputed
     assert unit - none > selective - none > 0
 
 
-# --- Pretended worlds ------------------------------------------------------------------------------------------------
+# --- Pretended worlds -----------------------------------------------------------------------------
 
 
 def test_a_pretended_rank_holds_its_shards_and_trains():
     total = sum(param.numel() for param in llama("tiny").parameters())
     changes = [{}, {"reshard": 2}, {"replicas": 2}, {"offload": True}, {"model": "hf-tiny-tied"}]
     with world(8, CPU, "pretended"):
-        for side, change in [("naive", {}), ("expert", {"reshard": 2}), *(("shardkit", change) for change in changes)]:
+        for side, change in [
+            ("naive", {}),
+            ("expert", {"reshard": 2}),
+            *(("shardkit", change) for change in changes),
+        ]:
             case = replace(BASE, side=side, fake_ranks=8, **change)
             training = SIDES[side].build(case, CPU)
             first, second = training.step(ids()).item(), training.step(ids()).item()
@@ -162,9 +194,17 @@ def test_a_pretended_rank_holds_its_shards_and_trains():
             if case.model == "tiny":
                 held = sum(param.to_local().numel() for param in training.model.parameters())
                 assert held == total * case.replicas // 8
-        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        for strategy in (
+            "FULL_SHARD",
+            "SHARD_GRAD_OP",
+            "NO_SHARD",
+            "HYBRID_SHARD",
+            "_HYBRID_SHARD_ZERO2",
+        ):
             replicas = 2 if "HYBRID" in strategy else 1
-            first, second = losses("fsdp1", replace(BASE, fake_ranks=8, strategy=strategy, replicas=replicas))
+            first, second = losses(
+                "fsdp1", replace(BASE, fake_ranks=8, strategy=strategy, replicas=replicas)
+            )
             assert second < first
         first, second = losses("ddp", replace(BASE, fake_ranks=8))
         assert second < first
@@ -173,17 +213,21 @@ def test_a_pretended_rank_holds_its_shards_and_trains():
 def test_shardkit_and_the_expert_communicate_alike():
     counts = {}
     with world(8, CPU, "counts"):
-        for side, model in itertools.product(("shardkit", "expert", "naive"), ("tiny", "tiny-tied")):
-            case = replace(BASE, side=side, model=model, fake_ranks=8, stepping="in_backward")  # no clip, no all-reduce
+        for side, model in itertools.product(
+            ("shardkit", "expert", "naive"), ("tiny", "tiny-tied")
+        ):
+            # no clip, no all-reduce
+            case = replace(BASE, side=side, model=model, fake_ranks=8, stepping="in_backward")
             training = SIDES[side].build(case, CPU)
             with comm_counts() as counts[side, model]:
                 training.step(ids())
-    assert counts["shardkit", "tiny"] == counts["expert", "tiny"] == CommCounts(11, 6, 0)  # 4 blocks, once more each
+    # 4 blocks, once more each
+    assert counts["shardkit", "tiny"] == counts["expert", "tiny"] == CommCounts(11, 6, 0)
     assert counts["shardkit", "tiny-tied"] == counts["expert", "tiny-tied"] == CommCounts(9, 5, 0)
     assert counts["naive", "tiny"] == CommCounts(9, 5, 0)
 
 
-# --- What cannot be had ----------------------------------------------------------------------------------------------
+# --- What cannot be had ---------------------------------------------------------------------------
 
 WISHES = {
     "fake": {"fake_ranks": 8},
@@ -206,7 +250,9 @@ def test_every_field_of_a_case_is_a_wish_or_has_no_side():
     for name, change in WISHES.items():
         assert name in dict(asked(replace(BASE, **change)))
     everywhere = {"name", "side", "model", "sequence", "micro_batch", "bf16"}
-    assert {field for change in WISHES.values() for field in change} | everywhere == set(vars(BASE)), "a new field"
+    assert {field for change in WISHES.values() for field in change} | everywhere == set(
+        vars(BASE)
+    ), "a new field"
 
 
 @pytest.mark.parametrize("side", sorted(set(SIDES) - {"accelerate", "lightning"}))
@@ -222,7 +268,10 @@ def test_a_side_refuses_what_it_does_not_have(side):
 def test_what_no_side_could_do_is_said():
     said = [
         (replace(BASE, model="9B"), "no shape is called 9B"),
-        (replace(BASE, reshard=2), "reshard_after_forward=2 must divide 1 ranks and lie between them and 1"),
+        (
+            replace(BASE, reshard=2),
+            "reshard_after_forward=2 must divide 1 ranks and lie between them and 1",
+        ),
         (replace(BASE, fake_ranks=8, reshard=3), "reshard_after_forward=3 must divide 8 ranks"),
         (replace(BASE, fake_ranks=8, replicas=3), "8 ranks are not 3 replicas"),
     ]
@@ -233,13 +282,15 @@ def test_what_no_side_could_do_is_said():
     assert "do not go together" in SIDES["fsdp1"].unavailable(hybrid)
 
 
-@pytest.mark.parametrize(("side", "package"), [("accelerate", "accelerate"), ("lightning", "lightning_fabric")])
+@pytest.mark.parametrize(
+    ("side", "package"), [("accelerate", "accelerate"), ("lightning", "lightning_fabric")]
+)
 def test_packages_that_are_missing_are_named(side, package):
     reason = SIDES[side].unavailable(BASE)
     assert (reason == f"{package} is not installed") == (importlib.util.find_spec(package) is None)
 
 
-# --- Figures of their own --------------------------------------------------------------------------------------------
+# --- Figures of their own -------------------------------------------------------------------------
 
 
 def test_time_outside_of_the_model_comes_in_pairs(monkeypatch):
@@ -248,7 +299,8 @@ def test_time_outside_of_the_model_comes_in_pairs(monkeypatch):
     with world(8, CPU, "outside"):
         pairs = outside.measure(replace(BASE, fake_ranks=8), CPU, rounds=2)
     assert len(pairs) == 2
-    assert all(theirs > 0 and mine > -theirs for mine, theirs in pairs)  # differences of times, so not quite positive
+    # differences of times, so not quite positive
+    assert all(theirs > 0 and mine > -theirs for mine, theirs in pairs)
 
 
 def test_a_disk_is_measured_and_left_empty(tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""From nothing to the first step: every side starts, with the same losses, and the page says what was measured."""
+"""From nothing to the first step: every side starts, with the same losses, and the page says what
+was measured.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,14 @@ def test_every_side_starts_with_the_same_loss(tmp_path):
 
 
 def test_a_page():
-    text = start.page("tiny", 2, {name: [RUN, replace(RUN, cpu=2.0, ready=4 * 2**20)] for name in SIDES})
-    lines = [line for line in text.splitlines() if line.startswith(("| torch", "| shardkit", "| accelerate"))]
+    text = start.page(
+        "tiny", 2, {name: [RUN, replace(RUN, cpu=2.0, ready=4 * 2**20)] for name in SIDES}
+    )
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith(("| torch", "| shardkit", "| accelerate"))
+    ]
     assert len(lines) == len(SIDES)
     assert all(line.endswith("| 5.00 | 2.0 | 1.00 | 2 | 1.00 | 3 |") for line in lines)
 

@@ -40,7 +40,8 @@ CASE = Case("a", "shardkit", "tiny", sequence=8, bf16=False)
 def test_the_flops_are_those_that_torch_counts(tied):
     shape, rows, positions = replace(SHAPES["tiny"], tied=tied), 2, 24
     model = Llama(shape)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # fused CPU attention has no formula
+    # fused CPU attention has no formula
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.randint(shape.vocabulary, (rows, positions))).backward()
     assert counter.get_total_flops() == per_token(shape, positions).full * rows * positions
     flops = per_token(shape, positions)
@@ -74,7 +75,9 @@ def test_the_gpu_suite_fits_into_nine_minutes_and_its_names_are_unique():
         assert len(names) == len(set(names)) > 5
         assert len({group.name for group in suite.groups}) == len(suite.groups)
         assert all(case.side in SIDES for group in suite.groups for case in group.cases)
-        assert all(set(group.watch) <= {case.name for case in group.cases} for group in suite.groups)
+        assert all(
+            set(group.watch) <= {case.name for case in group.cases} for group in suite.groups
+        )
     assert 300 < sum(map(estimate.seconds, h200().groups)) < 60 * 8.9
 
 
@@ -86,10 +89,22 @@ def test_the_gpu_suite_has_every_side_and_every_axis():
     assert seen["fake_ranks"] == {0, 8, 64, 256}
     assert seen["checkpointing"] == {"none", "unit", "selective"}
     assert seen["stepping"] == {"fused", "foreach", "local", "in_backward"}
-    assert seen["strategy"] == {None, "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"}
+    assert seen["strategy"] == {
+        None,
+        "SHARD_GRAD_OP",
+        "NO_SHARD",
+        "HYBRID_SHARD",
+        "_HYBRID_SHARD_ZERO2",
+    }
     for name in ("bf16", "masters", "compile", "offload"):
         assert seen[name] == {True, False}
-    for name, least in (("sequence", 3), ("micro_batch", 4), ("replicas", 2), ("model", 4), ("budget_gib", 2)):
+    for name, least in (
+        ("sequence", 3),
+        ("micro_batch", 4),
+        ("replicas", 2),
+        ("model", 4),
+        ("budget_gib", 2),
+    ):
         assert len(seen[name]) >= least, name
 
 
@@ -97,9 +112,16 @@ def test_on_real_ranks_the_same_cases_run_on_them():
     suite = h200().for_ranks(8)
     cases = [case for group in suite.groups for case in group.cases]
     assert {case.fake_ranks for case in cases} == {0}
-    assert {"8b-shardkit-on8", "8b-fsdp1-on8", "1b-bare-on8", "1b-world1-ddp-on8"} <= {case.name for case in cases}
+    assert {"8b-shardkit-on8", "8b-fsdp1-on8", "1b-bare-on8", "1b-world1-ddp-on8"} <= {
+        case.name for case in cases
+    }
     assert not any(case.name.startswith(("8b-fake64", "disk", "outside")) for case in cases)
-    assert records.world_of(cases[0], 8) == {"kind": "real", "size": 8, "label": "8 ranks", "communication": True}
+    assert records.world_of(cases[0], 8) == {
+        "kind": "real",
+        "size": 8,
+        "label": "8 ranks",
+        "communication": True,
+    }
     assert Group.of(json.loads(json.dumps(run.asdict(suite.groups[0])))) == suite.groups[0]
 
 
@@ -127,7 +149,9 @@ def test_losses_of_one_engine_agree_to_the_bit_and_others_within_rounding():
 def test_gradients_of_a_pretended_rank_are_its_part_on_every_torch():
     with world.world(4, torch.device("cpu"), "test"):
         output = torch.full((2,), torch.nan)
-        getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(output, torch.arange(8.0))
+        getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(
+            output, torch.arange(8.0)
+        )
         assert torch.equal(output, torch.tensor([0.0, 1.0]))
         model = nn.Linear(8, 8, bias=False)
         fully_shard(model)
@@ -154,19 +178,45 @@ def gpu_record(case: Case, seconds: float, gib: float, **changes: Any) -> record
     group = next(group for group in h200().groups if case in group.cases)
     flops = per_token(SHAPES[case.model.removeprefix("hf-")], case.sequence)
     rounds = [[seconds, seconds * 1.02], [seconds * 1.01, seconds]]
-    facts = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "1", "cuda": "13.0", "torch": "2.11.0", "python": "3.12"}
+    facts = {
+        "device": "cuda",
+        "gpu": "NVIDIA H200",
+        "driver": "1",
+        "cuda": "13.0",
+        "torch": "2.11.0",
+        "python": "3.12",
+    }
     facts |= {"packages": {}, "settings": {}, "commit": "0" * 40, "cpus": 16}
-    record = {"name": case.name, "case": vars(case), "group": group.name, "kind": group.kind, "machine": facts}
-    record |= {"world": records.world_of(case, 1), "run": group.name, "finished": 0.0, "error": None, "seconds": rounds}
+    record = {
+        "name": case.name,
+        "case": vars(case),
+        "group": group.name,
+        "kind": group.kind,
+        "machine": facts,
+    }
+    record |= {
+        "world": records.world_of(case, 1),
+        "run": group.name,
+        "finished": 0.0,
+        "error": None,
+        "seconds": rounds,
+    }
     record |= {"allocated": int(gib * 2**30), "reserved": int(gib * 2**30 * 1.1), "agreement": None}
     record |= {"timeline": [1, 2] if case.name in group.watch else None}
     return record | records.speed(case, rounds, flops, peaks.peak(facts["gpu"])) | changes
 
 
 def made_up(**changes: Any) -> dict[str, records.Record]:
-    cases = [case for group in h200().groups for case in group.cases if group.kind in ("each", "apart", "together")]
+    cases = [
+        case
+        for group in h200().groups
+        for case in group.cases
+        if group.kind in ("each", "apart", "together")
+    ]
     known = {case.name: gpu_record(case, 1.0, 50.0, **changes) for case in cases}
-    known["8b-512-naive"] = gpu_record(next(case for case in cases if case.name == "8b-512-naive"), 1.0, 60.0)
+    known["8b-512-naive"] = gpu_record(
+        next(case for case in cases if case.name == "8b-512-naive"), 1.0, 60.0
+    )
     return known
 
 
@@ -191,7 +241,10 @@ def test_every_figure_names_cases_that_the_suite_has():
         "0.833x",
         "yes",
     ]
-    assert found["8B, fake 8, 4,096 tokens: peak allocated of shardkit / blocks and root"] == ["1.000x", "no"]
+    assert found["8B, fake 8, 4,096 tokens: peak allocated of shardkit / blocks and root"] == [
+        "1.000x",
+        "no",
+    ]
     assert {"outside", "disk"} <= {case.name for group in h200().groups for case in group.cases}
 
 
@@ -199,9 +252,15 @@ DISK = ("load", "save", "read", "write", "to_gpu", "from_gpu")
 
 
 def test_a_cpu_fills_no_figure_and_losses_that_differ_withhold_the_ratio():
-    on_cpu = {name: record | {"machine": record["machine"] | {"device": "cpu"}} for name, record in made_up().items()}
+    on_cpu = {
+        name: record | {"machine": record["machine"] | {"device": "cpu"}}
+        for name, record in made_up().items()
+    }
     assert all(figure.row(on_cpu)[2] == figures.NOT_YET for figure in figures.FIGURES)
-    ours, other = gpu_record(h200().groups[0].cases[0], 1.0, 50.0), gpu_record(h200().groups[0].cases[1], 2.0, 50.0)
+    ours, other = (
+        gpu_record(h200().groups[0].cases[0], 1.0, 50.0),
+        gpu_record(h200().groups[0].cases[1], 2.0, 50.0),
+    )
     assert ratios.throughput(ours, other).median == pytest.approx(2.0)
     assert ratios.memory(ours, other, "allocated").median == 1.0
     assert ratios.throughput(ours, other | {"run": "another process"}) is None
@@ -216,13 +275,24 @@ def test_the_page_labels_every_world_and_says_what_is_missing():
     known["8b-expert"] = failed | {"name": "8b-expert"}
     del known["8b-axis-hsdp"]
     page = report.page(known, h200(), skipped=["70b-fake64"])
-    rows = [line for line in page.splitlines() if line.startswith(("| 8b-", "| 1b-")) and line.count("|") == 12]
+    rows = [
+        line
+        for line in page.splitlines()
+        if line.startswith(("| 8b-", "| 1b-")) and line.count("|") == 12
+    ]
     assert len(rows) > 40
     for row in rows:
         name, side, shown = (cell.strip() for cell in row.split("|")[1:4])
         fake = known[name]["world"]["size"] if known[name]["world"]["kind"] == "fake" else 0
-        assert shown == ("not sharded" if side == "bare" else f"1 of {fake} pretended" if fake else "1 rank")
-    for text in ("`8b-expert` failed: out of memory", "**differ**", "`8b-axis-hsdp`: not yet measured", "NVIDIA H200"):
+        assert shown == (
+            "not sharded" if side == "bare" else f"1 of {fake} pretended" if fake else "1 rank"
+        )
+    for text in (
+        "`8b-expert` failed: out of memory",
+        "**differ**",
+        "`8b-axis-hsdp`: not yet measured",
+        "NVIDIA H200",
+    ):
         assert text in page
 
 

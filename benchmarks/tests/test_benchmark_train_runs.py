@@ -1,4 +1,6 @@
-"""The benchmark suite of training steps: what it measures, in which processes, how it resumes; all of it on a CPU."""
+"""The benchmark suite of training steps: what it measures, in which processes, how it resumes; all
+of it on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.train import child, figures, machine, measure, meter, ranks, records, report, run, world
+from benchmarks.train import (
+    child,
+    figures,
+    machine,
+    measure,
+    meter,
+    ranks,
+    records,
+    report,
+    run,
+    world,
+)
 from benchmarks.train.__main__ import main
 from benchmarks.train.case import Case, Training
 from benchmarks.train.group import Group, Suite
@@ -60,8 +73,12 @@ class Hand:
 def measured(monkeypatch, kind, *names, device="cpu", **options):
     hand, done = Hand(), []
     monkeypatch.setattr(measure, "SIDES", {"shardkit": hand})
-    group = Group("g", tuple(replace(CASE, name=name) for name in names), kind, rounds=3, steps=2, **options)
-    measure.Measurement(group, group.cases, torch.device(device), lambda *said: None, done.append).run()
+    group = Group(
+        "g", tuple(replace(CASE, name=name) for name in names), kind, rounds=3, steps=2, **options
+    )
+    measure.Measurement(
+        group, group.cases, torch.device(device), lambda *said: None, done.append
+    ).run()
     assert [seen.case.name for seen in done] == list(names)
     assert all(model() is None for model in hand.alive)
     return {seen.case.name: seen for seen in done}, hand.built
@@ -89,7 +106,22 @@ def test_what_fails_is_freed_and_the_next_is_measured(monkeypatch, kind):
 
 def test_what_does_not_fit_together_is_measured_apart(monkeypatch):
     seen, built = measured(monkeypatch, "together", "a", "b", "large")
-    assert built == ["a", "b", "large", "a", "b", "large", *"ab", "large", "b", "large", "a", "large", "a", "b"]
+    assert built == [
+        "a",
+        "b",
+        "large",
+        "a",
+        "b",
+        "large",
+        *"ab",
+        "large",
+        "b",
+        "large",
+        "a",
+        "large",
+        "a",
+        "b",
+    ]
     assert all(each.runs and len(each.seconds) == 3 for each in seen.values())
 
 
@@ -112,10 +144,16 @@ def test_a_gpu_is_timed_by_events_and_asked_for_its_peaks(monkeypatch):
     called = []
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *arguments, name=name: called.append(name))
-    for name, value in {"max_memory_allocated": 30, "max_memory_reserved": 40, "memory_allocated": 5}.items():
+    for name, value in {
+        "max_memory_allocated": 30,
+        "max_memory_reserved": 40,
+        "memory_allocated": 5,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(meter, "batches", lambda case, device, rank, first, count: [torch.zeros(1)] * count)
+    monkeypatch.setattr(
+        meter, "batches", lambda case, device, rank, first, count: [torch.zeros(1)] * count
+    )
     seen, _ = measured(monkeypatch, "apart", "a", "b", device="cuda", watch=("b",))
     for each in seen.values():
         assert each.seconds == [[0.01, 0.01]] * 3
@@ -125,7 +163,9 @@ def test_a_gpu_is_timed_by_events_and_asked_for_its_peaks(monkeypatch):
     assert called.count("reset_peak_memory_stats") == 2
     assert called.count("empty_cache") == 6  # after every build
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=9))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=9)
+    )
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     facts = machine.facts(torch.device("cuda"))
     assert (facts["gpu"], facts["gpu_bytes"], facts["nccl"]) == ("NVIDIA H200", 9, "2.28.9")
@@ -173,8 +213,17 @@ def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "write", lambda *arguments, **options: None)
     monkeypatch.setattr(run, "estimated", lambda group, names: 10.0 * len(names))
     groups = [
-        Group("compared", tuple(replace(CASE, name=name) for name in ("ours", "dies", "theirs")), "apart"),
-        Group("alone", tuple(replace(CASE, name=name) for name in ("one", "two")), "each", allocator="backend:native"),
+        Group(
+            "compared",
+            tuple(replace(CASE, name=name) for name in ("ours", "dies", "theirs")),
+            "apart",
+        ),
+        Group(
+            "alone",
+            tuple(replace(CASE, name=name) for name in ("one", "two")),
+            "each",
+            allocator="backend:native",
+        ),
         Group("long", tuple(replace(CASE, name=f"long{number}") for number in range(3)), "each"),
     ]
     return Suite("test", tuple(groups), "cpu")
@@ -186,21 +235,28 @@ def test_what_ends_a_process_is_recorded_and_the_rest_goes_on(suite, tmp_path):
     assert set(known) == {"ours", "dies", "theirs", "one", "two", "long0", "long1", "long2"}
     assert known["dies"]["error"] == "the process ended with code 11: Segmentation fault"
     assert known["ours"]["order"]["cases"] == ["ours", "theirs"]  # measured again, by one process
-    assert [known[name]["allocator"] for name in ("one", "two", "long0")] == ["backend:native", "backend:native", None]
+    assert [known[name]["allocator"] for name in ("one", "two", "long0")] == [
+        "backend:native",
+        "backend:native",
+        None,
+    ]
     assert len({known[name]["pid"] for name in ("ours", "one", "long0")}) == 3  # a process each
     before = {name: record["finished"] for name, record in known.items()}
     records.path_of(tmp_path, "two").unlink()
     run.Runner(suite, tmp_path).run()
     again = records.read(tmp_path)
     assert {name for name in again if again[name]["finished"] != before[name]} == {"two"}
-    records.path_of(tmp_path, "theirs").unlink()  # of a comparison all are measured again that can be
+    # of a comparison all are measured again that can be
+    records.path_of(tmp_path, "theirs").unlink()
     run.Runner(suite, tmp_path).run()
     assert records.read(tmp_path)["ours"]["finished"] != before["ours"]
     run.Runner(suite, tmp_path, retry=True)
     assert "dies" not in records.read(tmp_path)
 
 
-def test_a_budget_leaves_out_what_does_not_fit_and_ends_what_takes_longer(suite, tmp_path, monkeypatch):
+def test_a_budget_leaves_out_what_does_not_fit_and_ends_what_takes_longer(
+    suite, tmp_path, monkeypatch
+):
     runner = run.Runner(suite, tmp_path, minutes=25 / 60)
     runner.run()
     assert runner.skipped == ["compared", "long"]
@@ -222,7 +278,11 @@ def test_several_ranks_decide_and_end_together(monkeypatch):
         me = ranks.Launched.__new__(ranks.Launched)
         me.rank, me.size, me._store = number, 2, shared
         decided = me.decide("0", lambda: ["a", "b"])
-        bad = {"case": "a", "error": "OOM"} if number else {"case": None, "error": "another rank's process ended"}
+        bad = (
+            {"case": "a", "error": "OOM"}
+            if number
+            else {"case": None, "error": "another rank's process ended"}
+        )
         heard[number] = (decided, me.ended("0", bad), me.any_ended_badly("0"), me.ended("1", None))
 
     threads = [Thread(target=rank, args=(number,)) for number in range(2)]

@@ -18,11 +18,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=DESCRIPTION)
     parser.add_argument("--suite", choices=SUITES, help="what to measure")
     parser.add_argument(
-        "--out", type=Path, help="directory of results; a case whose JSON file it has is not measured again"
+        "--out",
+        type=Path,
+        help="directory of results; a case whose JSON file it has is not measured again",
     )
-    parser.add_argument("--minutes", type=float, help="do not start what does not fit; default: the suite's own limit")
-    parser.add_argument("--retry", action="store_true", help="measure again what failed or was not available")
-    parser.add_argument("--table", type=Path, metavar="DIR", help="print the table of a folder, which may be empty")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="do not start what does not fit; default: the suite's own limit",
+    )
+    parser.add_argument(
+        "--retry", action="store_true", help="measure again what failed or was not available"
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="DIR", help="print the table of a folder, which may be empty"
+    )
     options = parser.parse_args(arguments)
     if options.table is not None:
         print(report.short(options.table))
@@ -37,10 +47,14 @@ def _run(name: str, folder: Path, minutes: float | None, retry: bool) -> int:
     suite = SUITES[name]()
     if suite.device == "cuda" and not has_gpu():
         print(
-            f"--suite {name}: torch sees no GPU here. It measures on one. Use --suite smoke on a CPU.", file=sys.stderr
+            f"--suite {name}: torch sees no GPU here. It measures on one. Use --suite smoke on a "
+            "CPU.",
+            file=sys.stderr,
         )
         return 2
-    runner = Runner(suite, folder, minutes=suite.minutes if minutes is None else minutes, retry=retry)
+    runner = Runner(
+        suite, folder, minutes=suite.minutes if minutes is None else minutes, retry=retry
+    )
     runner.run()
     if runner.ranks.rank == 0:
         print((folder / "README.md").read_text())
@@ -59,7 +73,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 DESCRIPTION = (
-    "Measure training steps of one model, by implementation. Resumable; tables are rewritten after every case."
+    "Measure training steps of one model, by implementation. Resumable; tables are rewritten "
+    "after every case."
 )
 
 if __name__ == "__main__":

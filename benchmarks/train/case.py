@@ -20,13 +20,15 @@ class Case:
     Attributes:
         name: unique in its suite; the result's file name.
         side: who shards the model, a key of ``sides.SIDES``.
-        model: a key of ``models.SHAPES``, or ``"hf-"`` and one for transformers' Llama of that shape.
-        fake_ranks: 0 runs on the ranks that were launched; n is one rank of n pretended ones, whose collectives
-            do nothing (the ``fake`` process group): real memory and kernels, no communication.
+        model: a key of ``models.SHAPES``, or ``"hf-"`` and one for transformers' Llama of that
+            shape.
+        fake_ranks: 0 runs on the ranks that were launched; n is one rank of n pretended ones, whose
+            collectives do nothing (the ``fake`` process group): real memory and kernels, no
+            communication.
         sequence, micro_batch: tokens in a row, and rows for each rank in a step.
         bf16: compute in bfloat16; False computes in float32.
-        masters: float32 parameters, which the optimizer steps; False keeps parameters, gradients and optimizer state in
-            bfloat16, as some published runs do.
+        masters: float32 parameters, which the optimizer steps; False keeps parameters, gradients
+            and optimizer state in bfloat16, as some published runs do.
         reshard: ``reshard_after_forward``; None is the side's own choice.
         strategy: FSDP1's ShardingStrategy by name, for its sides.
         replicas: replicas of HSDP; 1 shards over all ranks.
@@ -66,8 +68,9 @@ class Training:
 
     Attributes:
         model: sharded.
-        step: one whole step on token ids ``(micro_batch, sequence)``: forward, backward, clipping, optimizer.
-            Returns the loss before the step, detached, 0-d, not synchronized with the CPU.
+        step: one whole step on token ids ``(micro_batch, sequence)``: forward, backward, clipping,
+            optimizer. Returns the loss before the step, detached, 0-d, not synchronized with the
+            CPU.
     """
 
     model: nn.Module

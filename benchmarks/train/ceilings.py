@@ -1,4 +1,6 @@
-"""What the GPU gives at most in this run: a large matrix product and a large copy. MFU is not divided by these."""
+"""What the GPU gives at most in this run: a large matrix product and a large copy. MFU is not
+divided by these.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ TIMES = 10
 
 
 def measure(device: torch.device) -> dict[str, float]:
-    """Operations a second of a product in bfloat16, and bytes read and written a second of a copy on the device.
+    """Operations a second of a product in bfloat16, and bytes read and written a second of a copy
+    on the device.
 
-    Random numbers, as zeros run faster on a GPU. On a CPU both are small, and only show that this runs.
+    Random numbers, as zeros run faster on a GPU. On a CPU both are small, and only show that this
+    runs.
     """
     cuda = device.type == "cuda"
     side, count = (8192, 2**30) if cuda else (128, 2**16)
@@ -23,7 +27,10 @@ def measure(device: torch.device) -> dict[str, float]:
     target = torch.empty_like(source)
     product = _seconds(lambda: left @ right, device)
     copy = _seconds(lambda: target.copy_(source), device)
-    return {"bf16_product_tflops": 2 * side**3 / product / 1e12, "copy_gb_per_s": 2 * source.nbytes / copy / 1e9}
+    return {
+        "bf16_product_tflops": 2 * side**3 / product / 1e12,
+        "copy_gb_per_s": 2 * source.nbytes / copy / 1e9,
+    }
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -17,7 +17,8 @@ WORKER = (sys.executable, "-m", "benchmarks.train.worker")
 
 
 class Child:
-    """One ``python -m benchmarks.train.worker``: it imports at once, and measures when it is sent an order.
+    """One ``python -m benchmarks.train.worker``: it imports at once, and measures when it is sent
+    an order.
 
     Args:
         log: gets what it prints.
@@ -34,7 +35,12 @@ class Child:
             env.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # torch reads either; two are one too many
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
-                WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=env, text=True
+                WORKER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=env,
+                text=True,
             )
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -62,12 +68,18 @@ class Child:
     @property
     def died(self) -> bool:
         """Whether it ended and has said all that it had to say."""
-        return self._process.poll() is not None and not self._reader.is_alive() and self._answers.empty()
+        return (
+            self._process.poll() is not None
+            and not self._reader.is_alive()
+            and self._answers.empty()
+        )
 
     def last_words(self) -> str:
         """How it ended, and the end of what it printed."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"the process ended with code {self._process.poll()}: {' | '.join(lines[-3:])[-800:]}"
+        return (
+            f"the process ended with code {self._process.poll()}: {' | '.join(lines[-3:])[-800:]}"
+        )
 
     def end(self) -> None:
         """End it, whatever it does, and wait for it."""

@@ -1,12 +1,14 @@
-"""How fast a model is saved to a disk and loaded from it, against what that disk and the way to the GPU give.
+"""How fast a model is saved to a disk and loaded from it, against what that disk and the way to the
+GPU give.
 
 The model is in bfloat16, as pretrained weights are, and sharded on the device. It is saved by
-:func:`shardkit.checkpoint.save_checkpoint` and loaded by :func:`shardkit.checkpoint.load_pretrained`.
-The bytes are on the disk when a save returns, and the page cache is told to forget the file before a load, so neither
-is the speed of memory. A machine's host may still cache: then it does so for both sides.
+:func:`shardkit.checkpoint.save_checkpoint` and loaded by
+:func:`shardkit.checkpoint.load_pretrained`. The bytes are on the disk when a save returns, and the
+page cache is told to forget the file before a load, so neither is the speed of memory. A machine's
+host may still cache: then it does so for both sides.
 
-In the same run one thread writes a plain file in large pieces and flushes it, and reads it again after the page cache
-forgot it; and bytes are copied between pinned memory and the device.
+In the same run one thread writes a plain file in large pieces and flushes it, and reads it again
+after the page cache forgot it; and bytes are copied between pinned memory and the device.
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ from shardkit.checkpoint import load_pretrained, save_checkpoint
 
 PIECE = 64 * 2**20  # bytes of a call of the system, and of a copy to the device
 MOST = 8 * 10**9  # bytes of the plain file
-FEW = 10**9  # bytes of a model that is saved and loaded several times; the fastest time counts, on both sides
+# bytes of a model that is saved and loaded several times; the fastest time counts, on both sides
+FEW = 10**9
 TIMES = 3
 COPIES = 32
 
 
 def measure(shape_name: str, device: torch.device, folder: Path) -> dict[str, float]:
-    """GB/s (1e9 bytes) of ``"save"`` and ``"load"``, and of ``"write"``, ``"read"``, ``"from_gpu"`` and ``"to_gpu"``.
+    """GB/s (1e9 bytes) of ``"save"`` and ``"load"``, and of ``"write"``, ``"read"``, ``"from_gpu"``
+    and ``"to_gpu"``.
 
-    The last two are infinite where the device is a CPU: nothing is copied. Local: of one process, whose shards are all
-    of the model. Makes a process group of one rank where there is none.
+    The last two are infinite where the device is a CPU: nothing is copied. Local: of one process,
+    whose shards are all of the model. Makes a process group of one rank where there is none.
 
     Args:
         shape_name: a key of ``models.SHAPES``.

@@ -1,4 +1,6 @@
-"""The figures to reach on one H200: what, which goal, and what was measured, or that nothing was."""
+"""The figures to reach on one H200: what, which goal, and what was measured, or
+that nothing was.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,20 @@ class Figure:
 
     def row(self, records: Records) -> list[str]:
         """Cells: what, goal, measured, whether it is reached."""
-        goal = f"{'>=' if self.least else '<='} {f'{self.goal:g} %' if self.unit == '%' else f'{self.goal:.2f}x'}"
+        goal = (
+            f"{'>=' if self.least else '<='} "
+            f"{f'{self.goal:g} %' if self.unit == '%' else f'{self.goal:.2f}x'}"
+        )
         found = self.find({name: each for name, each in records.items() if on_gpu(each)})
         if found is None:
             return [self.what, goal, NOT_YET, ""]
         value, text = found
-        return [self.what, goal, text, "yes" if (value >= self.goal if self.least else value <= self.goal) else "no"]
+        return [
+            self.what,
+            goal,
+            text,
+            "yes" if (value >= self.goal if self.least else value <= self.goal) else "no",
+        ]
 
 
 def on_gpu(record: Record) -> bool:
@@ -59,7 +69,9 @@ def _found(ratio: ratios.Ratio | None) -> Found | None:
 
 
 def _mfu(group: str) -> Callable[[Records], Found | None]:
-    """The best case of a group; the goal is in the convention of public figures, the other one stands beside it."""
+    """The best case of a group; the goal is in the convention of public figures, the other one
+    stands beside it.
+    """
 
     def find(records: Records) -> Found | None:
         rows = [each for each in records.values() if each["group"] == group and each.get("mfu")]
@@ -83,14 +95,20 @@ def _disk(ours: str, limits: tuple[str, ...]) -> Callable[[Records], Found | Non
             return None
         values = record["values"]
         limit = min(values[name] for name in limits)
-        return values[ours] / limit, f"{values[ours] / limit:.2f}x ({values[ours]:.2f} of {limit:.2f} GB/s)"
+        return values[
+            ours
+        ] / limit, f"{values[ours] / limit:.2f}x ({values[ours]:.2f} of {limit:.2f} GB/s)"
 
     return find
 
 
 FIGURES = (
     Figure(
-        "8B, fake 8: throughput of shardkit / FSDP2 by an expert", True, 0.99, "x", _speed("8b-shardkit", "8b-expert")
+        "8B, fake 8: throughput of shardkit / FSDP2 by an expert",
+        True,
+        0.99,
+        "x",
+        _speed("8b-shardkit", "8b-expert"),
     ),
     Figure(
         "8B, fake 8: peak allocated of shardkit / FSDP2 by an expert",
@@ -98,7 +116,11 @@ FIGURES = (
         _bytes("8b-shardkit", "8b-expert", "allocated"),
     ),
     Figure(
-        "1B, fake 8: throughput of shardkit / FSDP2 by an expert", True, 0.99, "x", _speed("1b-shardkit", "1b-expert")
+        "1B, fake 8: throughput of shardkit / FSDP2 by an expert",
+        True,
+        0.99,
+        "x",
+        _speed("1b-shardkit", "1b-expert"),
     ),
     Figure(
         "1B, fake 8: peak allocated of shardkit / FSDP2 by an expert",
@@ -120,20 +142,56 @@ FIGURES = (
         *(False, 0.93, "x"),
         _bytes("8b-shardkit", "8b-fsdp1", "reserved"),
     ),
-    Figure("8B, fake 8: throughput of shardkit / FSDP1 FULL_SHARD", True, 1.05, "x", _speed("8b-shardkit", "8b-fsdp1")),
+    Figure(
+        "8B, fake 8: throughput of shardkit / FSDP1 FULL_SHARD",
+        True,
+        1.05,
+        "x",
+        _speed("8b-shardkit", "8b-fsdp1"),
+    ),
     Figure("8B, bf16, float32 masters, compiled, 1 rank: MFU", True, 55.0, "%", _mfu("8b-one")),
     Figure("1B, bf16, float32 masters, compiled, 1 rank: MFU", True, 50.0, "%", _mfu("1b-one")),
-    Figure("8B as KempnerForge ran it, no float32 masters, 1 rank: MFU", True, 54.5, "%", _mfu("8b-kempner")),
-    Figure("Llama 2 7B as thunder ran it, no float32 masters, fake 8: MFU", True, 58.2, "%", _mfu("7b-thunder")),
-    Figure("1B, 16k tokens: throughput at fake 8 / bare bf16 model", True, 0.95, "x", _speed("1b-shardkit", "1b-bare")),
     Figure(
-        "CPU time of a step outside the model: shardkit / by hand, torch's clip and AdamW", False, 0.6, "x", _outside
+        "8B as KempnerForge ran it, no float32 masters, 1 rank: MFU",
+        True,
+        54.5,
+        "%",
+        _mfu("8b-kempner"),
     ),
     Figure(
-        "8B: streaming load / what disk and bus give in the same run", True, 0.8, "x", _disk("load", ("read", "to_gpu"))
+        "Llama 2 7B as thunder ran it, no float32 masters, fake 8: MFU",
+        True,
+        58.2,
+        "%",
+        _mfu("7b-thunder"),
     ),
     Figure(
-        "8B: direct save / what disk and bus give in the same run", True, 0.8, "x", _disk("save", ("write", "from_gpu"))
+        "1B, 16k tokens: throughput at fake 8 / bare bf16 model",
+        True,
+        0.95,
+        "x",
+        _speed("1b-shardkit", "1b-bare"),
+    ),
+    Figure(
+        "CPU time of a step outside the model: shardkit / by hand, torch's clip and AdamW",
+        False,
+        0.6,
+        "x",
+        _outside,
+    ),
+    Figure(
+        "8B: streaming load / what disk and bus give in the same run",
+        True,
+        0.8,
+        "x",
+        _disk("load", ("read", "to_gpu")),
+    ),
+    Figure(
+        "8B: direct save / what disk and bus give in the same run",
+        True,
+        0.8,
+        "x",
+        _disk("save", ("write", "from_gpu")),
     ),
 )
 

@@ -5,11 +5,12 @@ As in appendix B of PaLM (arXiv 2204.02311). For each token, forward and backwar
     6 N  +  12 L W S        non-causal: every position attends to all S, which is how public figures count
     6 N  +   6 L W S        causal: half of it, which is all that a causal kernel has to do
 
-N: weights that take part in a product of matrices. Those are the linear layers, the head among them, tied or not. The
-embedding's lookup multiplies nothing, and norms are not matrix products. Each weight is 2 operations in forward,
-and 4 in backward. L: layers. W: heads times the width of one. S: the sequence's length. Attention is two products of
-2 W S in forward and four in backward. What is recomputed in backward is not counted: MFU, not HFU.
-``test_benchmark_train.py`` compares the non-causal formula with ``torch.utils.flop_counter``, to the last digit.
+N: weights that take part in a product of matrices. Those are the linear layers, the head among
+them, tied or not. The embedding's lookup multiplies nothing, and norms are not matrix products.
+Each weight is 2 operations in forward, and 4 in backward. L: layers. W: heads times the width of
+one. S: the sequence's length. Attention is two products of 2 W S in forward and four in backward.
+What is recomputed in backward is not counted: MFU, not HFU. ``test_benchmark_train.py`` compares
+the non-causal formula with ``torch.utils.flop_counter``, to the last digit.
 """
 
 from __future__ import annotations
@@ -44,5 +45,7 @@ def per_token(shape: Shape, sequence: int) -> Flops:
 
 
 def mfu(flops: float, tokens_per_second: float, peak: float | None) -> float | None:
-    """Share of a GPU's peak, in operations a second, that a GPU reached; None where the peak is not known."""
+    """Share of a GPU's peak, in operations a second, that a GPU reached; None where the peak is not
+    known.
+    """
     return None if peak is None else flops * tokens_per_second / peak

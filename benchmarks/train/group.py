@@ -17,13 +17,15 @@ class Group:
     Attributes:
         name: unique in its suite.
         cases: the rows. A kind that is not a training step has one, which says model and world.
-        kind: ``"each"`` measures the cases one after the other. ``"apart"`` and ``"together"`` compare them: they take
-            turns in rounds, in an order that rotates. Apart, each is built anew in every round and freed after it;
-            together, all stay in memory through all rounds. ``"outside"``, ``"disk"`` and ``"ceilings"`` are the
-            measurements of :mod:`outside`, :mod:`disk` and :mod:`ceilings`.
+        kind: ``"each"`` measures the cases one after the other. ``"apart"`` and ``"together"``
+            compare them: they take turns in rounds, in an order that rotates. Apart, each is built
+            anew in every round and freed after it; together, all stay in memory through all rounds.
+            ``"outside"``, ``"disk"`` and ``"ceilings"`` are the measurements of :mod:`outside`,
+            :mod:`disk` and :mod:`ceilings`.
         rounds: how often each case is timed.
         steps: timed in a round.
-        warm_up: steps before that, after every build. The first makes the optimizer's state and compiles.
+        warm_up: steps before that, after every build. The first makes the optimizer's state and
+            compiles.
         allocator: ``PYTORCH_ALLOC_CONF`` of the process; empty leaves what the user has set.
         watch: names of cases whose memory is written down through one step.
     """
@@ -50,7 +52,9 @@ class Group:
 
     @property
     def compares(self) -> bool:
-        """Whether the cases stand against each other, so that all of them must be measured by the same process."""
+        """Whether the cases stand against each other, so that all of them must be measured by the
+        same process.
+        """
         return self.kind in ("apart", "together")
 
 
@@ -63,7 +67,8 @@ class Suite:
         groups: in this order.
         device: ``"cuda"`` or ``"cpu"``.
         minutes: all groups together, unless ``--minutes`` says otherwise; None sets no limit.
-        fresh: a process for each group, so that none disturbs the next. False saves the imports where nothing is timed.
+        fresh: a process for each group, so that none disturbs the next. False saves the imports
+            where nothing is timed.
     """
 
     name: str
@@ -73,14 +78,18 @@ class Suite:
     fresh: bool = True
 
     def for_ranks(self, count: int) -> Suite:
-        """The suite as ``count`` launched ranks run it: what pretends to 8 ranks runs on the real ones.
+        """The suite as ``count`` launched ranks run it: what pretends to 8 ranks runs on the real
+        ones.
 
         Larger pretended worlds, and measurements of one process, are left out.
         """
         if count == 1:
             return self
         groups = (on_ranks(group, count) for group in self.groups if group.fake_ranks <= 8)
-        return replace(self, groups=tuple(group for group in groups if group.kind in ("each", "apart", "together")))
+        return replace(
+            self,
+            groups=tuple(group for group in groups if group.kind in ("each", "apart", "together")),
+        )
 
 
 def on_ranks(group: Group, count: int) -> Group:

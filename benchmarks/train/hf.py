@@ -1,4 +1,6 @@
-"""transformers' Llama in the shapes of ``benchmarks.models``, with the same call: token ids in, loss out."""
+"""transformers' Llama in the shapes of ``benchmarks.models``, with the same call: token ids in,
+loss out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class HfLlama(LlamaForCausalLM):  # type: ignore[no-untyped-call]
 
 
 def hf_llama(shape: Shape, positions: int) -> HfLlama:
-    """On torch's default device, in float32, with the attention that transformers takes by itself, torch's ``sdpa``."""
+    """On torch's default device, in float32, with the attention that transformers takes by itself,
+    torch's ``sdpa``.
+    """
     config = LlamaConfig(
         hidden_size=shape.width,
         intermediate_size=shape.mlp,

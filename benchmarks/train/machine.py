@@ -1,4 +1,6 @@
-"""Where something was measured: versions, the GPU, the commit, and settings that change what is measured."""
+"""Where something was measured: versions, the GPU, the commit, and settings that change what is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,15 @@ from typing import Any
 import torch
 
 PACKAGES = ("triton", "transformers", "accelerate", "lightning", "pytorch-lightning")
-# Settings of the environment that change memory or speed. The first is the second's name since torch 2.9.
-SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO")
+# Settings of the environment that change memory or speed. The first is the second's name since
+# torch 2.9.
+SETTINGS = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "OMP_NUM_THREADS",
+    "CUDA_LAUNCH_BLOCKING",
+    "NCCL_ALGO",
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,10 +33,14 @@ def facts(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
         "gpu_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+        "driver": _said(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"
+        )
         if cuda
         else None,
-        "power_limit": _said("nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader", "-i", "0")
+        "power_limit": _said(
+            "nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader", "-i", "0"
+        )
         if cuda
         else None,
         "cuda": torch.version.cuda,
@@ -49,7 +62,15 @@ def commit() -> str | None:
     """Return the commit of this checkout, with ``+`` if files differ from it; None without git."""
     head = os.environ.get("SHARDKIT_COMMIT") or _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _said(
-        "git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", "shardkit", "benchmarks"
+        "git",
+        "-C",
+        str(ROOT),
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        "shardkit",
+        "benchmarks",
     )
     return f"{head}+" if head and changed else head
 

@@ -23,7 +23,9 @@ Say = Callable[[str, str], None]
 
 
 class CaseFailed(Exception):
-    """A case that ends this process, since other ranks wait for this one: its name, and what happened."""
+    """A case that ends this process, since other ranks wait for this one: its name, and what
+    happened.
+    """
 
 
 @dataclass
@@ -35,7 +37,8 @@ class Seen:
         seconds: of each timed step, a list for each round.
         losses: of the warm-up steps after the first build, before anything was timed.
         first_step: seconds of the very first step, which compiles and makes state.
-        allocated, reserved: most bytes in a round of steps with nothing else in this process; None on a CPU.
+        allocated, reserved: most bytes in a round of steps with nothing else in this process; None
+            on a CPU.
         stayed: bytes that were still allocated after the case was freed.
         agreement: with the first case of a comparison; see :func:`agreement.compare`.
         timeline: bytes after each operator of a step, thinned.
@@ -75,7 +78,12 @@ class Measurement:
     """
 
     def __init__(
-        self, group: Group, cases: Iterable[Case], device: torch.device, say: Say, done: Callable[[Seen], None]
+        self,
+        group: Group,
+        cases: Iterable[Case],
+        device: torch.device,
+        say: Say,
+        done: Callable[[Seen], None],
     ) -> None:
         self.group, self.device, self.say, self.done = group, device, say, done
         self.rank = dist.get_rank() if dist.is_initialized() and not group.fake_ranks else 0
@@ -128,7 +136,8 @@ class Measurement:
                 self._warm_up(seen, trainings[seen.case])
             for number in range(self.group.rounds):
                 for seen in self._in_turn(number):
-                    self._steps(seen, trainings[seen.case], number, 1)  # the last side's data leaves the caches
+                    # the last side's data leaves the caches
+                    self._steps(seen, trainings[seen.case], number, 1)
                     self._time(seen, trainings[seen.case], number)
         except torch.OutOfMemoryError as error:
             if not self.alone:
@@ -147,7 +156,9 @@ class Measurement:
         return [seen for seen in self.all[at:] + self.all[:at] if seen.runs]
 
     def _visit(self, seen: Seen, act: Callable[[Training], None]) -> None:
-        """Build, act and free. What goes wrong is the case's error, unless other ranks wait for this one."""
+        """Build, act and free. What goes wrong is the case's error, unless other ranks wait for
+        this one.
+        """
         if not seen.runs:
             return
         self.say(seen.case.name, "building")
@@ -161,7 +172,9 @@ class Measurement:
         seen.stayed = meter.free(self.device)
 
     def _first(self, seen: Seen, training: Training, *, counts: bool) -> None:
-        """Warm up, compare losses, then run a round for its peak and, if it ``counts``, its seconds."""
+        """Warm up, compare losses, then run a round for its peak and, if it ``counts``, its
+        seconds.
+        """
         seen.losses = self._warm_up(seen, training)
         pivot = self.all[0]
         if self.group.compares and seen is not pivot and pivot.losses:
@@ -172,11 +185,17 @@ class Measurement:
 
         with meter.peak(self.device, note):
             self._time(seen, training, 0) if counts else self._steps(seen, training, 0, 2)
-        if seen.case.name in self.group.watch and seen.allocated is not None and not seen.case.compile:
+        if (
+            seen.case.name in self.group.watch
+            and seen.allocated is not None
+            and not seen.case.compile
+        ):
             self._watch(seen, training)
 
     def _common(self, seen: Seen) -> list[float]:
-        """The losses that others must have too: a bare model's ranks train apart, and agree before the first update."""
+        """The losses that others must have too: a bare model's ranks train apart, and agree before
+        the first update.
+        """
         return seen.losses if self.alone or seen.case.side != "bare" else seen.losses[:1]
 
     def _warm_up(self, seen: Seen, training: Training) -> list[float]:

@@ -16,24 +16,37 @@ from benchmarks.train.case import Case, Training
 
 
 def batches(case: Case, device: torch.device, rank: int, first: int, count: int) -> list[Tensor]:
-    """Random token ids for steps ``first`` and on, ``(micro_batch, sequence)`` each: the same ones on every side."""
+    """Random token ids for steps ``first`` and on, ``(micro_batch, sequence)`` each: the same ones
+    on every side.
+    """
     words = SHAPES[case.model.removeprefix("hf-")].vocabulary
     shape = (case.micro_batch, case.sequence)
-    generators = (torch.Generator().manual_seed(1_000_003 * rank + first + step) for step in range(count))
+    generators = (
+        torch.Generator().manual_seed(1_000_003 * rank + first + step) for step in range(count)
+    )
     return [torch.randint(words, shape, generator=each).to(device) for each in generators]
 
 
-def timed(training: Training, ids: list[Tensor], device: torch.device) -> tuple[list[float], Tensor]:
+def timed(
+    training: Training, ids: list[Tensor], device: torch.device
+) -> tuple[list[float], Tensor]:
     """Seconds of each step, and the losses; nothing waits for the GPU between two steps.
 
-    A GPU's seconds lie between CUDA events, the first one recorded on an idle device: what the CPU does meanwhile
-    counts where the GPU has to wait for it. A CPU's are those of ``time.perf_counter``.
+    A GPU's seconds lie between CUDA events, the first one recorded on an idle device: what the CPU
+    does meanwhile counts where the GPU has to wait for it. A CPU's are those of
+    ``time.perf_counter``.
     """
     with collected():
-        return _timed_on_cpu(training, ids) if device.type == "cpu" else _timed_on_gpu(training, ids, device)
+        return (
+            _timed_on_cpu(training, ids)
+            if device.type == "cpu"
+            else _timed_on_gpu(training, ids, device)
+        )
 
 
-def _timed_on_gpu(training: Training, ids: list[Tensor], device: torch.device) -> tuple[list[float], Tensor]:
+def _timed_on_gpu(
+    training: Training, ids: list[Tensor], device: torch.device
+) -> tuple[list[float], Tensor]:
     gpu = torch.get_device_module(device)
     marks = [gpu.Event(enable_timing=True) for _ in range(len(ids) + 1)]
     losses = []
@@ -57,7 +70,9 @@ def _timed_on_cpu(training: Training, ids: list[Tensor]) -> tuple[list[float], T
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """Collect garbage now and not inside: a collection over all that is imported takes as long as a small step."""
+    """Collect garbage now and not inside: a collection over all that is imported takes as long as a
+    small step.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -68,7 +83,9 @@ def collected() -> Iterator[None]:
 
 @contextmanager
 def peak(device: torch.device, done: Callable[[int | None, int | None], None]) -> Iterator[None]:
-    """Call ``done`` with the most bytes that were allocated and reserved inside, both None on a CPU."""
+    """Call ``done`` with the most bytes that were allocated and reserved inside, both None on a
+    CPU.
+    """
     if device.type == "cpu":
         yield
         done(None, None)
@@ -83,12 +100,19 @@ def peak(device: torch.device, done: Callable[[int | None, int | None], None]) -
 
 def held(device: torch.device) -> int | None:
     """Bytes that are allocated now; None on a CPU."""
-    return None if device.type == "cpu" else int(torch.get_device_module(device).memory_allocated(device))
+    return (
+        None
+        if device.type == "cpu"
+        else int(torch.get_device_module(device).memory_allocated(device))
+    )
 
 
 def free(device: torch.device) -> int | None:
-    """Give back what nothing refers to any more, compiled code among it. Returns the bytes that stay."""
-    torch.compiler.reset()  # or blocks of an earlier case count towards dynamo's limit of recompilations
+    """Give back what nothing refers to any more, compiled code among it. Returns the bytes that
+    stay.
+    """
+    # or blocks of an earlier case count towards dynamo's limit of recompilations
+    torch.compiler.reset()
     gc.collect()  # a sharded model is in reference cycles
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()

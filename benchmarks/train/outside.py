@@ -1,14 +1,16 @@
 """CPU time of a training step outside of the model: the hooks of FSDP2, clipping and the optimizer.
 
-A GPU waits for this time wherever kernels are short. Four things take turns in one process: shardkit's default with
-its own clipping and :func:`step_on_local_shards`; torchtitan's grouping by hand with torch's clipping and AdamW on
-DTensors; and the bare model's forward and backward. A side's time outside of the model is that of its whole step less
-that of the bare forward and backward in the same round: what is left are hooks, copies into and out of buffers,
-clipping, and the update.
+A GPU waits for this time wherever kernels are short. Four things take turns in one process:
+shardkit's default with its own clipping and :func:`step_on_local_shards`; torchtitan's grouping by
+hand with torch's clipping and AdamW on DTensors; and the bare model's forward and backward. A
+side's time outside of the model is that of its whole step less that of the bare forward and
+backward in the same round: what is left are hooks, copies into and out of buffers, clipping, and
+the update.
 
-Time is CPU time of all of this process's threads. The row's model sees ``TOKENS`` tokens, so that a GPU is done before
-the CPU can issue more: a full queue would be waited for, and waiting is CPU time too. On a CPU kernels are CPU time
-themselves, so there the model is as deep as the row's, and narrow, and both sides pay the same for them.
+Time is CPU time of all of this process's threads. The row's model sees ``TOKENS`` tokens, so that a
+GPU is done before the CPU can issue more: a full queue would be waited for, and waiting is CPU time
+too. On a CPU kernels are CPU time themselves, so there the model is as deep as the row's, and
+narrow, and both sides pay the same for them.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ CALLS = 5  # steps in a round
 WARM_UP = 3  # make state, and DTensor's plans
 
 
-def measure(case: Case, device: torch.device, rounds: int, together: int = 1) -> list[tuple[float, float]]:
-    """CPU seconds of a step outside of the model, of shardkit and by hand, a pair for each round. Collective.
+def measure(
+    case: Case, device: torch.device, rounds: int, together: int = 1
+) -> list[tuple[float, float]]:
+    """CPU seconds of a step outside of the model, of shardkit and by hand, a pair for each round.
+    Collective.
 
     Args:
         case: model, world and precision; the rest is set here.
@@ -56,7 +61,9 @@ def seconds(case: Case, device: torch.device, rounds: int, together: int) -> lis
     names, found = list(runs), []
     for number in range(rounds):
         first = number % len(names)
-        times = {name: _cpu_seconds(runs[name], ids, device) for name in names[first:] + names[:first]}
+        times = {
+            name: _cpu_seconds(runs[name], ids, device) for name in names[first:] + names[:first]
+        }
         found.append({name: each - times["model"] for name, each in times.items()})
     return found
 
@@ -64,11 +71,18 @@ def seconds(case: Case, device: torch.device, rounds: int, together: int) -> lis
 def _runs(case: Case, device: torch.device, together: int) -> dict[str, Callable[[Tensor], object]]:
     model = case.model if device.type == "cuda" else NARROW.get(case.model, case.model)
     plain = replace(
-        case, model=model, sequence=TOKENS, micro_batch=1, compile=False, checkpointing="none", offload=False
+        case,
+        model=model,
+        sequence=TOKENS,
+        micro_batch=1,
+        compile=False,
+        checkpointing="none",
+        offload=False,
     )
     ours = make(replace(plain, side="shardkit", stepping="local"), device, together)
     theirs = SIDES["expert"].build(replace(plain, side="expert", stepping="fused"), device)
-    bare = build(plain, device).to(torch.bfloat16 if case.bf16 else torch.float32)  # the dtype that it computes in
+    # the dtype that it computes in
+    bare = build(plain, device).to(torch.bfloat16 if case.bf16 else torch.float32)
     alone = {"hooks": _without_step(theirs.model), "model": _without_step(bare)}
     return {"shardkit": ours.step, "expert": theirs.step, **alone}
 
@@ -116,13 +130,21 @@ def main() -> None:
     with world(8, device, "outside"):
         assert dist.get_world_size() == 8
         found = seconds(case, device, options.rounds, options.together)
-    low, middle, high = statistics.quantiles([each["shardkit"] / each["expert"] for each in found], n=4)
+    low, middle, high = statistics.quantiles(
+        [each["shardkit"] / each["expert"] for each in found], n=4
+    )
     floor = statistics.median([each["hooks"] / each["expert"] for each in found])
-    mine, other = (statistics.median(each[side] for each in found) * 1e3 for side in ("shardkit", "expert"))
-    print(f"torch {torch.__version__}, {device.type}, {options.model} as deep, one rank of 8 pretended ones")
+    mine, other = (
+        statistics.median(each[side] for each in found) * 1e3 for side in ("shardkit", "expert")
+    )
+    print(
+        f"torch {torch.__version__}, {device.type}, {options.model} as deep, one rank of 8 "
+        "pretended ones"
+    )
     print(f"shardkit, {options.together} block(s) a unit, {mine:.2f} ms, by hand {other:.2f} ms")
     print(
-        f"ratio {middle:.3f} ({low:.3f} to {high:.3f}), goal: at most 0.6; FSDP2's hooks and copies alone {floor:.3f}"
+        f"ratio {middle:.3f} ({low:.3f} to {high:.3f}), goal: at most 0.6; FSDP2's hooks and "
+        f"copies alone {floor:.3f}"
     )
 
 

@@ -1,7 +1,7 @@
 """What GPUs can do at most: dense bfloat16 operations a second, by the name that CUDA reports.
 
-From NVIDIA's data sheets, whose figures with sparsity are halved. Names must match whole: a slice of a GPU (MIG) has a
-longer name and another peak. A GPU that is not here has no MFU.
+From NVIDIA's data sheets, whose figures with sparsity are halved. Names must match whole: a slice
+of a GPU (MIG) has a longer name and another peak. A GPU that is not here has no MFU.
 """
 
 from __future__ import annotations
@@ -23,5 +23,7 @@ PEAKS: dict[str, tuple[float, str]] = {
 
 
 def peak(name: str | None) -> float | None:
-    """Dense bfloat16 operations a second of a GPU; None for a CPU, and for a GPU that is not in the table."""
+    """Dense bfloat16 operations a second of a GPU; None for a CPU, and for a GPU that is not in the
+    table.
+    """
     return PEAKS[name][0] if name in PEAKS else None

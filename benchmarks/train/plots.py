@@ -36,10 +36,14 @@ def mfu(rows: list[Record]) -> Figure | None:
     bars = {name: [100 * row["mfu"][name] for row in rows] for name in ("full", "causal")}
     names = {"full": "non-causal, as public figures count", "causal": "causal"}
     named = {names[name]: values for name, values in bars.items()}
-    figure = _bars(rows, named, "MFU, % of the dense bf16 peak; pale: a ceiling without communication")
+    figure = _bars(
+        rows, named, "MFU, % of the dense bf16 peak; pale: a ceiling without communication"
+    )
     for bars_of_kind in figure.axes[0].containers:
         for bar, row in zip(bars_of_kind, rows, strict=True):
-            bar.set_alpha(0.4 if row["world"]["kind"] == "fake" and row["case"]["side"] != "bare" else 1.0)
+            bar.set_alpha(
+                0.4 if row["world"]["kind"] == "fake" and row["case"]["side"] != "bare" else 1.0
+            )
     return figure
 
 
@@ -75,7 +79,11 @@ def micro_batches(rows: list[Record]) -> Figure | None:
     lines: dict[tuple[object, ...], list[tuple[int, float, Record]]] = {}
     for row in rows:
         case = case_of(row)
-        same = {name: value for name, value in row["case"].items() if name not in ("name", "micro_batch")}
+        same = {
+            name: value
+            for name, value in row["case"].items()
+            if name not in ("name", "micro_batch")
+        }
         point = (case.micro_batch, row["tokens_per_second_per_gpu"], row)
         lines.setdefault(tuple(same.values()), []).append(point)
     shown = [sorted(points, key=lambda point: point[0]) for points in lines.values()]
@@ -86,7 +94,9 @@ def micro_batches(rows: list[Record]) -> Figure | None:
     for points in shown:
         row = points[0][2]
         label = f"{row['case']['model']}, {row['case']['side']}, {_world(row)}"
-        axes.plot([point[0] for point in points], [point[1] for point in points], marker="o", label=label)
+        axes.plot(
+            [point[0] for point in points], [point[1] for point in points], marker="o", label=label
+        )
     axes.set_xlabel(f"micro-batch, rows of {shown[0][0][2]['case']['sequence']:,} tokens")
     axes.set_ylabel("tokens/s of a rank")
     axes.set_ylim(bottom=0)
@@ -107,8 +117,16 @@ def _bars(rows: list[Record], bars: Mapping[str, Iterable[float]], label: str) -
     height = 0.8 / len(bars)
     for place, (name, values) in enumerate(bars.items()):
         color = (BLUE, ORANGE, GRAY)[place]
-        axes.barh([at + place * height for at in range(len(rows))], list(values), height, color=color, label=name)
-    axes.set_yticks([at + 0.4 - height / 2 for at in range(len(rows))], [_label(row) for row in rows])
+        axes.barh(
+            [at + place * height for at in range(len(rows))],
+            list(values),
+            height,
+            color=color,
+            label=name,
+        )
+    axes.set_yticks(
+        [at + 0.4 - height / 2 for at in range(len(rows))], [_label(row) for row in rows]
+    )
     axes.set_ylim(len(rows), -0.5)
     axes.set_xlabel(label)
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(bars))

@@ -1,4 +1,6 @@
-"""What the starting processes of several ranks tell each other, so that all measure the same and end together."""
+"""What the starting processes of several ranks tell each other, so that all measure the same and
+end together.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Alone:
         return make()
 
     def ended(self, key: str, outcome: Any) -> Any:
-        """What went wrong, of the rank that names a case if one does; None if every rank ended well. Waits for all."""
+        """What went wrong, of the rank that names a case if one does; None if every rank ended
+        well. Waits for all.
+        """
         return outcome
 
     def any_ended_badly(self, key: str) -> bool:

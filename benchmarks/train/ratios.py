@@ -10,7 +10,9 @@ from benchmarks.train.records import Record, measured
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median, and the smallest and largest over rounds. One that has no rounds has three times the same."""
+    """A median, and the smallest and largest over rounds. One that has no rounds has three times
+    the same.
+    """
 
     median: float
     low: float
@@ -22,11 +24,15 @@ class Ratio:
 
 
 def comparable(ours: Record | None, other: Record | None) -> bool:
-    """Whether both were measured, by the same process, and their losses do not contradict each other."""
+    """Whether both were measured, by the same process, and their losses do not contradict each
+    other.
+    """
     if ours is None or other is None or not (measured(ours) and measured(other)):
         return False
     agreements = [record.get("agreement") or {} for record in (ours, other)]
-    return ours["run"] == other["run"] and all(each.get("holds") is not False for each in agreements)
+    return ours["run"] == other["run"] and all(
+        each.get("holds") is not False for each in agreements
+    )
 
 
 def throughput(ours: Record | None, other: Record | None) -> Ratio | None:
@@ -40,7 +46,12 @@ def throughput(ours: Record | None, other: Record | None) -> Ratio | None:
 
 def memory(ours: Record | None, other: Record | None, which: str) -> Ratio | None:
     """``"allocated"`` or ``"reserved"`` of ours over the other's; None on a CPU."""
-    if ours is None or other is None or not comparable(ours, other) or not (ours.get(which) and other.get(which)):
+    if (
+        ours is None
+        or other is None
+        or not comparable(ours, other)
+        or not (ours.get(which) and other.get(which))
+    ):
         return None
     value = ours[which] / other[which]
     return Ratio(value, value, value)

@@ -16,23 +16,37 @@ FOLDER = "cases"
 
 
 def summary(seconds: list[list[float]]) -> dict[str, float]:
-    """The median second of a step over all rounds, and the medians of the fastest and slowest round."""
+    """The median second of a step over all rounds, and the medians of the fastest and slowest
+    round.
+    """
     middles = [statistics.median(each) for each in seconds]
     every = [second for each in seconds for second in each]
-    return {"median": statistics.median(every), "fastest_round": min(middles), "slowest_round": max(middles)}
+    return {
+        "median": statistics.median(every),
+        "fastest_round": min(middles),
+        "slowest_round": max(middles),
+    }
 
 
 def speed(case: Case, seconds: list[list[float]], flops: Any, peak: float | None) -> Record:
-    """Tokens a second of one GPU and its MFU under both conventions, which is None where the peak is not known."""
+    """Tokens a second of one GPU and its MFU under both conventions, which is None where the peak
+    is not known.
+    """
     from benchmarks.train.flops import mfu
 
     rate = case.tokens / summary(seconds)["median"]
     both = {name: mfu(getattr(flops, name), rate, peak) for name in ("full", "causal")}
-    return {"step": summary(seconds), "tokens_per_second_per_gpu": rate, "mfu": both if peak else None}
+    return {
+        "step": summary(seconds),
+        "tokens_per_second_per_gpu": rate,
+        "mfu": both if peak else None,
+    }
 
 
 def world_of(case: Case, size: int) -> Record:
-    """What world a case runs in, and what to call it in tables. ``size``: ranks that were launched."""
+    """What world a case runs in, and what to call it in tables. ``size``: ranks
+    that were launched.
+    """
     if case.fake_ranks:
         label = f"1 of {case.fake_ranks} pretended"
         return {"kind": "fake", "size": case.fake_ranks, "label": label, "communication": False}
@@ -64,12 +78,19 @@ def write(folder: Path, record: Record) -> None:
 def read(folder: Path) -> dict[str, Record]:
     """All records by name, oldest first; empty where nothing is."""
     records = [json.loads(path.read_text()) for path in sorted((folder / FOLDER).glob("*.json"))]
-    return {record["name"]: record for record in sorted(records, key=lambda record: record["finished"])}
+    return {
+        record["name"]: record for record in sorted(records, key=lambda record: record["finished"])
+    }
 
 
 def failed(case: Case, group: str, error: str, *, now: float, size: int) -> Record:
     """The record of a case whose process ended."""
-    common = {"name": case.name, "group": group, "case": asdict(case), "world": world_of(case, size)}
+    common = {
+        "name": case.name,
+        "group": group,
+        "case": asdict(case),
+        "world": world_of(case, size),
+    }
     return {**common, "error": error, "finished": now}
 
 

@@ -71,13 +71,19 @@ def page(known: Records, suite: Suite, *, skipped: Iterable[str] = ()) -> str:
 
 
 def short(folder: Path) -> str:
-    """What the project's README shows: the figures to reach, and all training steps if a GPU ran any."""
+    """What the project's README shows: the figures to reach, and all training steps if a GPU ran
+    any.
+    """
     known = read(folder)
-    shown = [group for group in SUITES["h200"]().groups if group.kind in ("each", "apart", "together")]
+    shown = [
+        group for group in SUITES["h200"]().groups if group.kind in ("each", "apart", "together")
+    ]
     names = [case.name for group in shown for case in group.cases if case.name in known]
     rows = [known[name] for name in names if figures.on_gpu(known[name])]
     parts = [_machines(known.values()) if rows else "", figures.table(known)]
-    return "\n\n".join(filter(None, [*parts, rows_table(rows) if rows else "", _label_note() if rows else ""]))
+    return "\n\n".join(
+        filter(None, [*parts, rows_table(rows) if rows else "", _label_note() if rows else ""])
+    )
 
 
 def _label_note() -> str:
@@ -86,7 +92,9 @@ def _label_note() -> str:
 
 def groups_of(known: Records, suite: Suite) -> list[Group]:
     """The suite's groups, and those that ran on several ranks into the same folder."""
-    sizes = sorted({record["world"]["size"] for record in known.values() if record["world"]["kind"] == "real"})
+    sizes = sorted(
+        {record["world"]["size"] for record in known.values() if record["world"]["kind"] == "real"}
+    )
     original = SUITES[suite.name]()
     suites = [original] + [original.for_ranks(size) for size in sizes]
     groups: dict[tuple[str, ...], Group] = {}
@@ -113,11 +121,17 @@ def _values(record: Record) -> str:
         return _missing([record])[0]
     values, world = record["values"], f"World: {record['world']['label']}."
     if isinstance(values, dict):
-        lines = [f"| {name} | {'-' if value is None else f'{value:.4g}'} |" for name, value in values.items()]
+        lines = [
+            f"| {name} | {'-' if value is None else f'{value:.4g}'} |"
+            for name, value in values.items()
+        ]
         return "\n".join(["| what | value |", "| --- | --- |", *lines]) + f"\n\n{world}"
     ours, theirs = zip(*values, strict=True)
     middle = len(values) // 2
-    each = [f"{sorted(side)[middle]:.4g} s {hand}" for side, hand in ((ours, "with shardkit"), (theirs, "by hand"))]
+    each = [
+        f"{sorted(side)[middle]:.4g} s {hand}"
+        for side, hand in ((ours, "with shardkit"), (theirs, "by hand"))
+    ]
     ratio = f"ratio {ratios.pairs(values)}, {len(values)} alternating rounds"
     return f"CPU seconds of a step outside the model: {', '.join(each)}; {ratio}. {world}"
 
@@ -134,10 +148,22 @@ def _cells(record: Record) -> list[str]:
     most = "<= " if record["world"]["kind"] == "fake" and case.side != "bare" else ""
     spread = f"({step['fastest_round'] * 1e3:.1f} to {step['slowest_round'] * 1e3:.1f})"
     return [
-        *(case.name, case.side, _world(record), f"{case.micro_batch} x {case.sequence:,}", _settings(record)),
-        *(f"{step['median'] * 1e3:.1f} {spread}", f"{most}{record['tokens_per_second_per_gpu']:,.0f}"),
+        *(
+            case.name,
+            case.side,
+            _world(record),
+            f"{case.micro_batch} x {case.sequence:,}",
+            _settings(record),
+        ),
+        *(
+            f"{step['median'] * 1e3:.1f} {spread}",
+            f"{most}{record['tokens_per_second_per_gpu']:,.0f}",
+        ),
         *(f"{most}{both[name]:.1%}" if both.get(name) else "-" for name in ("full", "causal")),
-        *(f"{record[name] / GIB:.2f}" if record.get(name) else "-" for name in ("allocated", "reserved")),
+        *(
+            f"{record[name] / GIB:.2f}" if record.get(name) else "-"
+            for name in ("allocated", "reserved")
+        ),
     ]
 
 
@@ -169,13 +195,27 @@ def settings(case: Case) -> str:
 
 def _ratios(group: Group, known: Records) -> str:
     ours = known.get(group.cases[0].name)
-    others = [known[case.name] for case in group.cases[1:] if case.name in known and measured(known[case.name])]
+    others = [
+        known[case.name]
+        for case in group.cases[1:]
+        if case.name in known and measured(known[case.name])
+    ]
     if ours is None or not measured(ours) or not others:
         return ""
-    lines = [f"| {ours['name']} / | throughput | allocated | reserved | losses |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        f"| {ours['name']} / | throughput | allocated | reserved | losses |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for other in others:
-        values = [ratios.throughput(ours, other), *(ratios.memory(ours, other, it) for it in ("allocated", "reserved"))]
-        cells = [other["name"], *(str(value or "-") for value in values), _agreement(other.get("agreement"))]
+        values = [
+            ratios.throughput(ours, other),
+            *(ratios.memory(ours, other, it) for it in ("allocated", "reserved")),
+        ]
+        cells = [
+            other["name"],
+            *(str(value or "-") for value in values),
+            _agreement(other.get("agreement")),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -187,7 +227,10 @@ def _agreement(agreement: Record | None) -> str:
     if agreement["holds"] is None:
         return "another model in a pretended world"
     first, later = agreement["allowed"]
-    return f"{'agree' if agreement['holds'] else '**differ**'}: {seen} (allowed {first:.1e}, {later:.1e})"
+    return (
+        f"{'agree' if agreement['holds'] else '**differ**'}: {seen} (allowed {first:.1e}, "
+        f"{later:.1e})"
+    )
 
 
 def _missing(records: Iterable[Record]) -> list[str]:
@@ -197,7 +240,11 @@ def _missing(records: Iterable[Record]) -> list[str]:
         for each in records
         if (each.get("stayed") or 0) > MOST_LEFT
     ]
-    lines += [f"- `{each['name']}` left out: {each['unavailable']}" for each in records if each.get("unavailable")]
+    lines += [
+        f"- `{each['name']}` left out: {each['unavailable']}"
+        for each in records
+        if each.get("unavailable")
+    ]
     return ["\n".join(lines)] if lines else []
 
 
@@ -205,7 +252,11 @@ def _left(known: Records, groups: list[Group], skipped: list[str]) -> str:
     lines = [f"- `{name}`: no time was left" for name in skipped]
     for group in groups:
         missing = [f"`{case.name}`" for case in group.cases if case.name not in known]
-        lines += [f"- {', '.join(missing)}: not yet measured"] if missing and group.name not in skipped else []
+        lines += (
+            [f"- {', '.join(missing)}: not yet measured"]
+            if missing and group.name not in skipped
+            else []
+        )
     return "\n".join(["## Not measured", "", *lines]) if lines else ""
 
 
@@ -217,14 +268,23 @@ def _machines(records: Iterable[Record]) -> str:
 
 def _machine(record: Record) -> str:
     facts = record["machine"]
-    gpu = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}" if facts["gpu"] else "CPU"
+    gpu = (
+        f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}" if facts["gpu"] else "CPU"
+    )
     packages = "".join(f", {name} {version}" for name, version in facts["packages"].items())
     asked = record.get("allocator")  # stands in the row
-    set_by_user = "".join(f", {name}={value}" for name, value in facts["settings"].items() if value != asked)
-    commit = (facts["commit"] or "unknown")[:12] + ("+" if (facts["commit"] or "").endswith("+") else "")
+    set_by_user = "".join(
+        f", {name}={value}" for name, value in facts["settings"].items() if value != asked
+    )
+    commit = (facts["commit"] or "unknown")[:12] + (
+        "+" if (facts["commit"] or "").endswith("+") else ""
+    )
     versions = f"torch {facts['torch']}, Python {facts['python']}{packages}"
     return f"{gpu}; {versions}; {facts['cpus']} CPU cores; commit {commit}{set_by_user}."
 
 
 def _how(suite: Suite) -> str:
-    return f"Repeat with `python -m benchmarks.train --suite {suite.name} --out DIR`; with `torchrun` on several GPUs."
+    return (
+        f"Repeat with `python -m benchmarks.train --suite {suite.name} --out DIR`; with `torchrun` "
+        "on several GPUs."
+    )

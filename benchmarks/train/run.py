@@ -31,7 +31,9 @@ class Runner:
         retry: measure again what failed or was not available.
     """
 
-    def __init__(self, suite: Suite, folder: Path, *, minutes: float | None = None, retry: bool = False) -> None:
+    def __init__(
+        self, suite: Suite, folder: Path, *, minutes: float | None = None, retry: bool = False
+    ) -> None:
         self.ranks = ranks()
         self.suite, self.folder = suite.for_ranks(self.ranks.size), folder
         self.started = self.drawn = time.monotonic()
@@ -73,23 +75,41 @@ class Runner:
     def _to_measure(self, group: Group) -> list[str]:
         """Return the names of the remaining cases; empty if too little time is left."""
         names = pending(group, records.read(self.folder))
-        if names and self.deadline is not None and time.monotonic() + estimated(group, names) > self.deadline:
+        if (
+            names
+            and self.deadline is not None
+            and time.monotonic() + estimated(group, names) > self.deadline
+        ):
             self.skipped.append(group.name)
             return []
         return names
 
-    def _attempt(self, number: int, group: Group, names: list[str], key: str) -> dict[str, Any] | None:
-        """Measure them. None if all went well, or ``{"case": ..., "error": ...}``, or ``{"cut": True}``."""
+    def _attempt(
+        self, number: int, group: Group, names: list[str], key: str
+    ) -> dict[str, Any] | None:
+        """Measure them. None if all went well, or ``{"case": ..., "error": ...}``, or
+        ``{"cut": True}``.
+        """
         child = self._child_for(group)
-        suite = {"suite": self.suite.name, "device": self.suite.device, "folder": str(self.folder.resolve())}
+        suite = {
+            "suite": self.suite.name,
+            "device": self.suite.device,
+            "folder": str(self.folder.resolve()),
+        }
         child.send({**suite, "group": asdict(group), "cases": names, "name": f"group/{key}"})
         self._prepare_next(number)
         limit = time.monotonic() + 2 * estimated(group, names) + (SHORT if self.deadline else SLACK)
         end = min(limit, self.deadline) if self.deadline else limit
-        outcome = self._wait(child, f"[{number + 1}/{len(self.suite.groups)}] {group.name}", key, end)
+        outcome = self._wait(
+            child, f"[{number + 1}/{len(self.suite.groups)}] {group.name}", key, end
+        )
         if outcome == {"late": True}:
             cut = end < limit
-            outcome = {"cut": True} if cut else {"case": None, "error": "it took longer than twice the estimate"}
+            outcome = (
+                {"cut": True}
+                if cut
+                else {"case": None, "error": "it took longer than twice the estimate"}
+            )
         if outcome is not None or self.suite.fresh:
             child.end()
             self.child = None
@@ -101,7 +121,9 @@ class Runner:
             answer = child.answer(PATIENCE) or {}
             if "doing" in answer:
                 at = answer["case"]
-                self.line.show(f"{title}: {at}, {answer['doing']}  {time.monotonic() - self.started:.0f} s")
+                self.line.show(
+                    f"{title}: {at}, {answer['doing']}  {time.monotonic() - self.started:.0f} s"
+                )
             elif "done" in answer:
                 at = None
                 self._report(plots=False)
@@ -117,13 +139,21 @@ class Runner:
                 return {"late": True}
 
     def _blame(self, group: Group, names: list[str], outcome: dict[str, Any]) -> None:
-        """A record for the case that ended the process, or for all that have none, so that they are not tried again."""
+        """A record for the case that ended the process, or for all that have none, so that they are
+        not tried again.
+        """
         if self.ranks.rank != 0:
             return
-        blamed = {outcome["case"]} if outcome["case"] in names else set(pending(group, records.read(self.folder)))
+        blamed = (
+            {outcome["case"]}
+            if outcome["case"] in names
+            else set(pending(group, records.read(self.folder)))
+        )
         for case in group.cases:
             if case.name in blamed:
-                record = records.failed(case, group.name, outcome["error"], now=time.time(), size=self.ranks.size)
+                record = records.failed(
+                    case, group.name, outcome["error"], now=time.time(), size=self.ranks.size
+                )
                 records.write(self.folder, {**record, "suite": self.suite.name})
 
     def _child_for(self, group: Group) -> Child:
@@ -145,7 +175,10 @@ class Runner:
             self.spare = self._start(later[0])
 
     def _start(self, group: Group) -> Child:
-        return Child(self.folder / "logs" / f"{group.name}.rank{self.ranks.rank}.{os.getpid()}.txt", group.allocator)
+        return Child(
+            self.folder / "logs" / f"{group.name}.rank{self.ranks.rank}.{os.getpid()}.txt",
+            group.allocator,
+        )
 
     def _report(self, *, plots: bool) -> None:
         """Write the tables, and the plots where asked or where they are old."""
@@ -156,11 +189,17 @@ class Runner:
 
 
 def pending(group: Group, known: dict[str, records.Record]) -> list[str]:
-    """Names of the cases without a record; of a comparison all that did not fail, as soon as one has no record."""
+    """Names of the cases without a record; of a comparison all that did not fail, as soon as one
+    has no record.
+    """
     missing = [case.name for case in group.cases if case.name not in known]
     if not group.compares or not missing:
         return missing
-    return [case.name for case in group.cases if case.name not in known or records.measured(known[case.name])]
+    return [
+        case.name
+        for case in group.cases
+        if case.name not in known or records.measured(known[case.name])
+    ]
 
 
 def estimated(group: Group, names: list[str]) -> float:

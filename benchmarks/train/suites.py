@@ -8,15 +8,17 @@ from typing import TypeAlias
 from benchmarks.train.case import Case
 from benchmarks.train.group import Group, Suite
 
-# Full cards need segments that grow, or what is free is in pieces. Comparisons keep the default: there, what is
-# reserved beyond what is allocated is one of the results.
+# Full cards need segments that grow, or what is free is in pieces. Comparisons keep the default:
+# there, what is reserved beyond what is allocated is one of the results.
 GROWING = "expandable_segments:True"
 Changes: TypeAlias = dict[str, dict[str, object]]
 
 
 def variants(base: Case, changes: Changes) -> tuple[Case, ...]:
     """Copies of a case, each with a suffix to its name and some fields changed."""
-    return tuple(replace(base, name=f"{base.name}-{name}", **fields) for name, fields in changes.items())  # type: ignore[arg-type]
+    return tuple(
+        replace(base, name=f"{base.name}-{name}", **fields) for name, fields in changes.items()
+    )  # type: ignore[arg-type]
 
 
 def sides(base: Case, *names: str) -> tuple[Case, ...]:
@@ -25,7 +27,9 @@ def sides(base: Case, *names: str) -> tuple[Case, ...]:
 
 
 def engines() -> list[Group]:
-    """The comparisons that the goals are about, one rank of 8 pretended ones; then what a GPU can do at all."""
+    """The comparisons that the goals are about, one rank of 8 pretended ones; then what a GPU can
+    do at all.
+    """
     small = Case("1b", "shardkit", "1B", fake_ranks=8, micro_batch=4)
     large = Case("8b", "shardkit", "8B", fake_ranks=8)
     short = replace(large, name="8b-512", sequence=512)
@@ -37,7 +41,13 @@ def engines() -> list[Group]:
             steps=3,
             watch=("8b-shardkit", "8b-naive"),
         ),
-        Group("1b-engines", (*sides(small, "shardkit", "expert", "naive", "fsdp1"), bare), "together", 3, 3),
+        Group(
+            "1b-engines",
+            (*sides(small, "shardkit", "expert", "naive", "fsdp1"), bare),
+            "together",
+            3,
+            3,
+        ),
         Group("8b-peaks", sides(short, "shardkit", "naive", "expert"), rounds=2),
         Group("ceilings", (Case("ceilings", "bare", "8B"),), "ceilings"),
     ]
@@ -47,8 +57,9 @@ def one_gpu() -> list[Group]:
     """Model FLOPs utilization of one GPU that holds everything."""
     large = Case("8b-one", "shardkit", "8B", compile=True, stepping="in_backward")
     small = Case("1b-one", "shardkit", "1B", compile=True)
-    # 8B with AdamW's two moments is 90 of 139 GiB, with gradients 120; they come while activations go. Predicted by
-    # shardkit.memory, without compilation: 122 GiB at 4,096 tokens either way, 150 at twice as many.
+    # 8B with AdamW's two moments is 90 of 139 GiB, with gradients 120; they come while activations
+    # go. Predicted by shardkit.memory, without compilation: 122 GiB at 4,096 tokens either way, 150
+    # at twice as many.
     batches: Changes = {
         "4k": {},
         "2x4k-selective": {"micro_batch": 2, "checkpointing": "selective"},
@@ -61,10 +72,12 @@ def one_gpu() -> list[Group]:
 
 
 def anchors() -> list[Group]:
-    """Two published configurations, like for like: both keep parameters and AdamW's state in bfloat16 alone.
+    """Two published configurations, like for like: both keep parameters and AdamW's state in
+    bfloat16 alone.
 
-    KempnerForge's Llama 8B on one H200 (benchmarks/mfu_scaling of its repository), and FSDP2 with thunder, a Llama 2 7B
-    on 8 H100s (pull 940 of lightning-thunder), here one rank of 8 without communication. thunder reduces in bfloat16.
+    KempnerForge's Llama 8B on one H200 (benchmarks/mfu_scaling of its repository), and FSDP2 with
+    thunder, a Llama 2 7B on 8 H100s (pull 940 of lightning-thunder), here one rank of 8 without
+    communication. thunder reduces in bfloat16.
     """
     base = Case("anchor", "shardkit", "8B", compile=True, masters=False)
     kempner = replace(base, name="8b-kempner", micro_batch=4, checkpointing="unit")
@@ -99,15 +112,22 @@ def axes() -> list[Group]:
 def worlds() -> list[Group]:
     """8B as one rank of more, and 70B."""
     many = Case("8b-fake256", "shardkit", "8B", fake_ranks=256)
-    large = Case("70b-fake64", "shardkit", "70B", fake_ranks=64, checkpointing="unit", sequence=1024)
+    large = Case(
+        "70b-fake64", "shardkit", "70B", fake_ranks=64, checkpointing="unit", sequence=1024
+    )
     return [Group(case.name, sides(case, "shardkit"), "each", 1, 2) for case in (many, large)]
 
 
 def batches() -> list[Group]:
-    """1B as one rank of 8: micro-batches, a long sequence, FSDP1's strategies, packages, float32, transformers."""
+    """1B as one rank of 8: micro-batches, a long sequence, FSDP1's strategies, packages, float32,
+    transformers.
+    """
     base = Case("1b-axis", "shardkit", "1B", fake_ranks=8)
     many: Changes = {f"{count}x4k": {"micro_batch": count} for count in (1, 2, 4, 8)}
-    plain: Changes = {f"bare-{count}x4k": {"micro_batch": count, "side": "bare", "fake_ranks": 0} for count in (1, 4)}
+    plain: Changes = {
+        f"bare-{count}x4k": {"micro_batch": count, "side": "bare", "fake_ranks": 0}
+        for count in (1, 4)
+    }
     lengths: Changes = {"1x16k": {"sequence": 16_384}}
     others: Changes = {
         "float32": {"bf16": False},
@@ -142,15 +162,40 @@ def h200() -> Suite:
     outside = Case("outside", "shardkit", "1B", fake_ranks=8)
     disk = Case("disk", "shardkit", "8B")
     step, files = Group("outside", (outside,), "outside", rounds=20), Group("disk", (disk,), "disk")
-    groups = [*engines(), *one_gpu(), *anchors(), step, *whole_world(), *axes(), files, *batches(), *worlds()]
+    groups = [
+        *engines(),
+        *one_gpu(),
+        *anchors(),
+        step,
+        *whole_world(),
+        *axes(),
+        files,
+        *batches(),
+        *worlds(),
+    ]
     return Suite("h200", tuple(groups), device="cuda", minutes=9.0)
 
 
 def smoke() -> Suite:
-    """The same code with a tiny model on a CPU: every side, every kind of group. Its times say nothing."""
+    """The same code with a tiny model on a CPU: every side, every kind of group. Its times say
+    nothing.
+    """
     base = Case("tiny", "shardkit", "tiny", sequence=32, bf16=False)
-    names = ("shardkit", "bare", "expert", "naive", "fsdp1", "ddp", "shardkit-budget", "accelerate", "lightning")
-    real = tuple(replace(case, budget_gib=1.0 if "budget" in case.side else None) for case in sides(base, *names))
+    names = (
+        "shardkit",
+        "bare",
+        "expert",
+        "naive",
+        "fsdp1",
+        "ddp",
+        "shardkit-budget",
+        "accelerate",
+        "lightning",
+    )
+    real = tuple(
+        replace(case, budget_gib=1.0 if "budget" in case.side else None)
+        for case in sides(base, *names)
+    )
     pretended = replace(base, name="tiny-fake8", fake_ranks=8)
     bare = replace(base, name="tiny-fake8-bare", side="bare")
     one_of_8 = (*sides(pretended, "shardkit", "expert", "naive", "fsdp1"), bare)

@@ -1,4 +1,6 @@
-"""What all sides share: the model with its values, what blocks recompute and compile, the optimizer, and the step."""
+"""What all sides share: the model with its values, what blocks recompute and compile, the
+optimizer, and the step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from benchmarks.models import SHAPES, Llama, fusible_chunk_loss
 from benchmarks.train.case import Case, Training
@@ -27,9 +33,11 @@ Clip = Callable[[], object]
 
 
 def build(case: Case, device: torch.device) -> nn.Module:
-    """The case's model on ``device`` with values that are the same on every side, or on meta without any. Local.
+    """The case's model on ``device`` with values that are the same on every side, or on meta
+    without any. Local.
 
-    They are drawn on the device, in float32: 32 GB for 8B on the GPU for a moment, and nothing on the CPU.
+    They are drawn on the device, in float32: 32 GB for 8B on the GPU for a moment, and nothing on
+    the CPU.
     """
     torch.manual_seed(SEED)
     with torch.device(device):
@@ -43,13 +51,17 @@ def build(case: Case, device: torch.device) -> nn.Module:
 
 
 def birthplace(case: Case, device: torch.device) -> torch.device:
-    """Where a side that shards builds its model: a pretended rank never holds more than its shards."""
+    """Where a side that shards builds its model: a pretended rank never holds more
+    than its shards.
+    """
     return torch.device("meta") if case.fake_ranks else device
 
 
 @torch.no_grad()
 def fill(model: nn.Module, device: torch.device) -> None:
-    """Give a sharded model that is still on meta finite values, which mean nothing. Local, in place."""
+    """Give a sharded model that is still on meta finite values, which mean nothing. Local, in
+    place.
+    """
     if not any(param.is_meta for param in model.parameters()):
         return
     model.to_empty(device=device)
@@ -100,7 +112,8 @@ def ends(model: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
 def prepare(model: nn.Module, case: Case) -> None:
     """Have blocks recompute and compile as the case says, in place, before they are sharded.
 
-    The module's own ``forward`` is replaced on every side, as shardkit does it: hooks of whoever shards stay outside.
+    The module's own ``forward`` is replaced on every side, as shardkit does it: hooks of whoever
+    shards stay outside.
     """
     recompute(model, case)
     for block in blocks(model) if case.compile else ():
@@ -113,11 +126,15 @@ def recompute(model: nn.Module, case: Case) -> None:
     if case.checkpointing == "selective":
         options["context_fn"] = selective
     for block in blocks(model) if case.checkpointing != "none" else ():
-        block.forward = functools.wraps(block.forward)(functools.partial(checkpoint, block.forward, **options))
+        block.forward = functools.wraps(block.forward)(
+            functools.partial(checkpoint, block.forward, **options)
+        )
 
 
 def compile_loss(model: nn.Module, case: Case) -> None:
-    """Compile the loss of a chunk, which is the same for all sides, where blocks are compiled. In place."""
+    """Compile the loss of a chunk, which is the same for all sides, where blocks are compiled. In
+    place.
+    """
     if case.compile and isinstance(model, Llama):
         model.head.chunk_loss = torch.compile(fusible_chunk_loss)
 
@@ -132,9 +149,11 @@ ATTENTION = {
 
 
 def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a block that saves attention and every other matrix product, and recomputes the rest.
+    """Contexts of a block that saves attention and every other matrix product, and recomputes the
+    rest.
 
-    That is torchtitan's policy for ``op``. Products are counted in forward and again in the recomputation.
+    That is torchtitan's policy for ``op``. Products are counted in forward and again in the
+    recomputation.
     """
     counts = {False: 0, True: 0}
 
@@ -158,7 +177,8 @@ def adamw(params: Any, case: Case) -> torch.optim.AdamW:
 
 
 class InBackward:
-    """An optimizer for each parameter, stepped by hand as soon as its gradient is there, which is then freed.
+    """An optimizer for each parameter, stepped by hand as soon as its gradient is there, which is
+    then freed.
 
     This is how it is written by hand (the pattern of torch's tutorial on optimizers in backward).
     """
@@ -181,7 +201,11 @@ class InBackward:
 
 def optimizer_by_hand(model: nn.Module, case: Case) -> Any:
     """AdamW over the whole model, or one for each parameter in backward."""
-    return InBackward(model, case) if case.stepping == "in_backward" else adamw(model.parameters(), case)
+    return (
+        InBackward(model, case)
+        if case.stepping == "in_backward"
+        else adamw(model.parameters(), case)
+    )
 
 
 # The step.
@@ -189,12 +213,21 @@ def optimizer_by_hand(model: nn.Module, case: Case) -> Any:
 
 @contextmanager
 def fast_attention(case: Case, device: torch.device) -> Iterator[None]:
-    """Attention by cuDNN, or else by another fused kernel, on every side; on a GPU in bfloat16 an error if none can.
+    """Attention by cuDNN, or else by another fused kernel, on every side; on a GPU in bfloat16 an
+    error if none can.
 
     Around backward too, which recomputes forwards where it is told to.
     """
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    with sdpa_kernel(kernels, set_priority=True) if device.type == "cuda" and case.bf16 else nullcontext():
+    kernels = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ]
+    with (
+        sdpa_kernel(kernels, set_priority=True)
+        if device.type == "cuda" and case.bf16
+        else nullcontext()
+    ):
         yield
 
 

@@ -11,10 +11,11 @@ MOST_POINTS = 2000
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes ``held()`` after every operator inside of the block, in the order in which the CPU issues them.
+    """Notes ``held()`` after every operator inside of the block, in the order in which the CPU
+    issues them.
 
-    That is the order in which memory is taken and given, too. Compiled code is one operator here, and torch does not
-    compile inside of such a block, so it is for steps in eager mode.
+    That is the order in which memory is taken and given, too. Compiled code is one operator here,
+    and torch does not compile inside of such a block, so it is for steps in eager mode.
     """
 
     def __init__(self, held: Callable[[], int]) -> None:
@@ -24,7 +25,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.attention: set[str] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operator, then look."""
         result = func(*args, **(kwargs or {}))

@@ -1,7 +1,8 @@
-"""The process that measures: ``python -m benchmarks.train.worker``, started by :mod:`run`, one job a line.
+"""The process that measures: ``python -m benchmarks.train.worker``, started by :mod:`run`, one job
+a line.
 
-It imports everything and waits, so that the next group's imports happen while the last one is measured. The GPU is not
-touched before there is a job.
+It imports everything and waits, so that the next group's imports happen while the last one is
+measured. The GPU is not touched before there is a job.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Job:
     """One group, as this process measures it.
 
     Args:
-        order: what :mod:`run` sent: the group, of its cases the names of those to measure, the suite's name and its
-            device, the folder for records, and a name for the process group that no other job has.
+        order: what :mod:`run` sent: the group, of its cases the names of those to measure, the
+            suite's name and its device, the folder for records, and a name for the process group
+            that no other job has.
         say: sends a message back.
     """
 
@@ -70,10 +72,15 @@ class Job:
 
     def _done(self, seen: measure.Seen) -> None:
         case = seen.case
-        record = self._record(case) | {name: value for name, value in vars(seen).items() if name != "case"}
+        record = self._record(case) | {
+            name: value for name, value in vars(seen).items() if name != "case"
+        }
         if seen.runs and seen.seconds:
             shape = SHAPES[case.model.removeprefix("hf-")]
-            flops, most = per_token(shape, case.sequence), peak(self.facts["gpu"]) if case.bf16 else None
+            flops, most = (
+                per_token(shape, case.sequence),
+                peak(self.facts["gpu"]) if case.bf16 else None,
+            )
             record |= {"flops_per_token": asdict(flops), "peak_flops": most}
             record |= records.speed(case, seen.seconds, flops, most)
         self._write(record)
@@ -100,13 +107,26 @@ class Job:
     def _disk(self, case: Case, folder: Path) -> dict[str, float | None]:
         with world(case.fake_ranks, self.device, self.name):
             speeds = disk.measure(case.model, self.device, folder)
-        return {name: speed if math.isfinite(speed) else None for name, speed in speeds.items()}  # JSON has no infinity
+        # JSON has no infinity
+        return {name: speed if math.isfinite(speed) else None for name, speed in speeds.items()}
 
     def _record(self, case: Case) -> records.Record:
         world = records.world_of(case, self.size)
-        named = {"name": case.name, "case": asdict(case), "kind": self.group.kind, "machine": self.facts}
+        named = {
+            "name": case.name,
+            "case": asdict(case),
+            "kind": self.group.kind,
+            "machine": self.facts,
+        }
         settings = {"warm_up": self.group.warm_up, "allocator": self.group.allocator}
-        return {**named, **self.common, **settings, "world": world, "error": None, "finished": time.time()}
+        return {
+            **named,
+            **self.common,
+            **settings,
+            "world": world,
+            "error": None,
+            "finished": time.time(),
+        }
 
     def _write(self, record: records.Record) -> None:
         if self.rank == 0:
@@ -130,7 +150,8 @@ def serve(orders: TextIO, answers: TextIO) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     gc.collect()
-    gc.freeze()  # collecting garbage between rounds need not look at what was imported, a million objects
+    # collecting garbage between rounds need not look at what was imported, a million objects
+    gc.freeze()
     say(ready=True)
     for line in orders:
         try:

@@ -25,7 +25,9 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def store(name: str) -> Any:
-    """A store for all ranks under a name of its own: torchrun's, or else one that rank 0 serves where it would."""
+    """A store for all ranks under a name of its own: torchrun's, or else one that rank 0 serves
+    where it would.
+    """
     rank, size = rank_and_size()
     if size == 1:
         return HashStore()
@@ -35,7 +37,9 @@ def store(name: str) -> Any:
 
 
 def world(fake_ranks: int, device: torch.device, name: str) -> AbstractContextManager[None]:
-    """A process group for the block: ``fake_ranks`` pretended ranks, or those that were launched if 0. Collective."""
+    """A process group for the block: ``fake_ranks`` pretended ranks, or those that were launched if
+    0. Collective.
+    """
     return _pretended(fake_ranks) if fake_ranks else _real(device, name)
 
 
@@ -44,7 +48,12 @@ def _real(device: torch.device, name: str) -> Iterator[None]:
     rank, size = rank_and_size()
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(
-        BACKENDS[device.type], store=store(name), rank=rank, world_size=size, timeout=PATIENCE, **options
+        BACKENDS[device.type],
+        store=store(name),
+        rank=rank,
+        world_size=size,
+        timeout=PATIENCE,
+        **options,
     )
     try:
         yield
@@ -72,7 +81,9 @@ def _pretended(ranks: int) -> Iterator[None]:
 
 
 def _fake_reduces(ranks: int) -> bool:
-    """Whether the ``fake`` backend writes a reduce-scatter's output: torch 2.13 does, and 2.11 leaves it as it was."""
+    """Whether the ``fake`` backend writes a reduce-scatter's output: torch 2.13 does, and 2.11
+    leaves it as it was.
+    """
     output = torch.zeros(1)
     getattr(dist, REDUCE_SCATTERS[1], dist.reduce_scatter_tensor)(output, torch.ones(ranks))
     return bool(output.item())
@@ -81,8 +92,8 @@ def _fake_reduces(ranks: int) -> bool:
 def _writing_its_part(original: Callable[..., Any]) -> Callable[..., Any]:
     """A reduce-scatter that takes this rank's part of its own input, as torch 2.13's does.
 
-    Else gradients would be whatever memory held, NaN among it: then no loss is finite, and a GPU that multiplies NaN
-    needs less power and is faster than it should be.
+    Else gradients would be whatever memory held, NaN among it: then no loss is finite, and a GPU
+    that multiplies NaN needs less power and is faster than it should be.
     """
 
     def reduce_scatter(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

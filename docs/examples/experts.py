@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 experts.py --ep 2
 
-The model splits its experts over the axis "ep" of the mesh, as DTensors, and moves the tokens. ``shard_model`` shards
-each rank's experts on "efsdp" and everything else on all ranks, and divides gradients so that all are exact means.
+The model splits its experts over the axis "ep" of the mesh, as DTensors, and moves the tokens.
+``shard_model`` shards each rank's experts on "efsdp" and everything else on all ranks, and divides
+gradients so that all are exact means.
 """
 
 from __future__ import annotations
@@ -39,15 +40,24 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(part))
 
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
-        """Run each row of ``x`` [tokens, dim] through its ``expert`` [tokens], on whichever rank has it."""
+        """Run each row of ``x`` [tokens, dim] through its ``expert`` [tokens], on whichever rank
+        has it.
+        """
         up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
         order = expert.argsort(stable=True)
-        counts = torch.bincount(expert, minlength=len(up) * self.ranks)  # of this rank's tokens, for each expert
+        # of this rank's tokens, for each expert
+        counts = torch.bincount(expert, minlength=len(up) * self.ranks)
         received = torch.empty_like(counts)  # from each rank, for each of this rank's experts
         dist.all_to_all_single(received, counts, group=self.group)
-        sent_to, got_from = (each.view(self.ranks, -1).sum(1).tolist() for each in (counts, received))
-        rows = all_to_all_single(x.new_empty(sum(got_from), x.shape[1]), x[order], got_from, sent_to, self.group)
-        local = torch.arange(len(up), device=x.device).repeat(self.ranks).repeat_interleave(received)
+        sent_to, got_from = (
+            each.view(self.ranks, -1).sum(1).tolist() for each in (counts, received)
+        )
+        rows = all_to_all_single(
+            x.new_empty(sum(got_from), x.shape[1]), x[order], got_from, sent_to, self.group
+        )
+        local = (
+            torch.arange(len(up), device=x.device).repeat(self.ranks).repeat_interleave(received)
+        )
         done = torch.zeros_like(rows)
         for index in range(len(up)):  # also those without a token, whose gradients are zeros
             chosen = (local == index).nonzero().squeeze(1)
@@ -59,7 +69,11 @@ class Experts(nn.Module):
 class Block(nn.Module):
     def __init__(self, experts: int, dim: int) -> None:
         super().__init__()
-        self.norm, self.router, self.experts = nn.LayerNorm(dim), nn.Linear(dim, experts), Experts(experts, dim)
+        self.norm, self.router, self.experts = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, experts),
+            Experts(experts, dim),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
@@ -70,18 +84,28 @@ class Block(nn.Module):
 def main(args: Sequence[str] | None = None) -> list[float]:
     """Train on a made-up task and return the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ep", type=int, default=2, help="ranks among which a layer's experts are split")
+    parser.add_argument(
+        "--ep", type=int, default=2, help="ranks among which a layer's experts are split"
+    )
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save", help="directory for a checkpoint, which loads with any --ep")
     given = parser.parse_args(args)
     if not dist.is_initialized():
         dist.init_process_group()
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    mesh = init_device_mesh(device.type, (dist.get_world_size() // given.ep, given.ep), mesh_dim_names=("efsdp", "ep"))
+    device = (
+        torch.accelerator.current_accelerator()
+        if torch.accelerator.is_available()
+        else torch.device("cpu")
+    )
+    mesh = init_device_mesh(
+        device.type, (dist.get_world_size() // given.ep, given.ep), mesh_dim_names=("efsdp", "ep")
+    )
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(32, 16), *(Block(given.experts, 16) for _ in range(2)), nn.Linear(16, 32))
+    model = nn.Sequential(
+        nn.Embedding(32, 16), *(Block(given.experts, 16) for _ in range(2)), nn.Linear(16, 32)
+    )
     for block in model[1:-1]:
         block.experts.split(mesh["ep"])
     shard_model(model, mesh=mesh, units=[by_name("*.experts", mesh="efsdp"), by_class(Block)])
@@ -90,9 +114,8 @@ def main(args: Sequence[str] | None = None) -> list[float]:
     losses = []
     for step in range(given.steps):
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        tokens = torch.randint(32, (32 + 16 * dist.get_rank(),), generator=generator).to(
-            device
-        )  # ranks have other numbers
+        # ranks have other numbers
+        tokens = torch.randint(32, (32 + 16 * dist.get_rank(),), generator=generator).to(device)
         count = shardkit.global_token_count(tokens.numel(), model)
         loss = F.cross_entropy(model(tokens), (5 * tokens + 3) % 32, reduction="sum")
         shardkit.scale_loss(loss, count, model).backward()

@@ -1,9 +1,11 @@
-"""Finetune a causal language model of transformers from the hub's files, and save it as transformers does.
+"""Finetune a causal language model of transformers from the hub's files, and save it as
+transformers does.
 
     torchrun --nproc-per-node 8 finetune.py --model Llama-3.1-8B --data lines.txt --out tuned
 
-``--model`` is a local snapshot, such as ``huggingface_hub.snapshot_download`` returns. No rank ever holds the whole
-model: it is built on the meta device, and each rank reads the bytes of its own shards.
+``--model`` is a local snapshot, such as ``huggingface_hub.snapshot_download`` returns. No rank ever
+holds the whole model: it is built on the meta device, and each rank reads the bytes of its own
+shards.
 """
 
 import argparse
@@ -38,25 +40,35 @@ def build(folder, recompute):
 
 
 def batches(lines, tokenizer, size, length):
-    """Yield this rank's batches: token ids and labels, -100 where there is padding. As many on every rank."""
+    """Yield this rank's batches: token ids and labels, -100 where there is padding. As many on
+    every rank.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for start in range(0, len(lines) - size * ranks + 1, size * ranks):
         own = lines[start + rank : start + size * ranks : ranks]
-        encoded = tokenizer(own, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        encoded = tokenizer(
+            own, padding=True, truncation=True, max_length=length, return_tensors="pt"
+        )
         labels = encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, -100)
         yield {**encoded, "labels": labels}
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a snapshot: config, tokenizer, safetensors")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a snapshot: config, tokenizer, safetensors"
+    )
     parser.add_argument("--data", type=Path, required=True, help="a text file, one example a line")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch", type=int, default=4, help="examples of one step, on each rank")
     parser.add_argument("--length", type=int, default=512, help="tokens of the longest example")
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--recompute", action="store_true", help="recompute the blocks' activations in backward")
+    parser.add_argument(
+        "--recompute", action="store_true", help="recompute the blocks' activations in backward"
+    )
     args = parser.parse_args(argv)
 
     model = build(args.model, args.recompute)
@@ -70,9 +82,12 @@ def main(argv=None):
         for batch in batches(lines, tokenizer, args.batch, args.length):
             batch = {name: value.to(device) for name, value in batch.items()}
             labels = batch.pop("labels")[:, 1:]
-            tokens = global_token_count((labels != -100).sum(), model)  # ranks have different numbers of them
+            # ranks have different numbers of them
+            tokens = global_token_count((labels != -100).sum(), model)
             logits = model(**batch).logits[:, :-1].float()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="sum"
+            )
             scale_loss(loss, tokens, model).backward()
             clip_grad_norm_(model, 1.0)
             optimizer.step()

@@ -1,4 +1,5 @@
-"""A program for FSDP1, on FSDP2. Only the import of ``FSDP`` is new: see the line that is commented out.
+"""A program for FSDP1, on FSDP2. Only the import of ``FSDP`` is new: see the line that is commented
+out.
 
 torchrun --nproc-per-node 8 from_fsdp1.py
 """
@@ -10,14 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType, FullStateDictConfig
+# from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType,
+# FullStateDictConfig
 from shardkit.fsdp1 import FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1.wrap import transformer_auto_wrap_policy
 
 
 def build():
-    blocks = [nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(3)]
+    blocks = [
+        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(3)
+    ]
     return nn.Sequential(nn.Embedding(100, 32), *blocks, nn.Linear(32, 100))
 
 
@@ -30,7 +34,9 @@ def main(path="model.pt", steps=4):
         torch.cuda.set_device(device)
 
     torch.manual_seed(0)
-    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
+    policy = functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer}
+    )
     model = FSDP(build(), auto_wrap_policy=policy, device_id=device, use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -45,7 +51,9 @@ def main(path="model.pt", steps=4):
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
+    with FSDP.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)
+    ):
         state = model.state_dict()
     if dist.get_rank() == 0:
         torch.save(state, path)

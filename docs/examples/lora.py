@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 8 lora.py --model Llama-3.1-8B --out adapters
 
-The base stays in bfloat16; the adapters train in float32. Each unit gathers its block of the base and its adapters
-together. ``PeftModel.from_pretrained(base, "adapters")`` loads the result into an ordinary model.
+The base stays in bfloat16; the adapters train in float32. Each unit gathers its block of the base
+and its adapters together. ``PeftModel.from_pretrained(base, "adapters")`` loads the result into an
+ordinary model.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from shardkit import (
 
 
 def build(folder, rank):
-    """Return the model with adapters, sharded: the base from the files, the adapters as PEFT initializes them."""
+    """Return the model with adapters, sharded: the base from the files, the adapters as PEFT
+    initializes them.
+    """
     config = AutoConfig.from_pretrained(folder, use_cache=False)
     with init_on_meta():
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -34,15 +37,22 @@ def build(folder, rank):
     for param in model.parameters():
         if param.requires_grad:
             param.data = param.data.float()
-    shard_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    shard_model(
+        model,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
     # What the files do not have, the adapters, gets what its construction computes.
     load_pretrained(model, folder, strict=False)
     return model
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a snapshot: config and safetensors")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a snapshot: config and safetensors"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     parser.add_argument("--steps", type=int, default=10)

@@ -1,4 +1,5 @@
-"""Choose how to shard a model on a cluster that this machine is not: no GPU, no process group, no memory for weights.
+"""Choose how to shard a model on a cluster that this machine is not: no GPU, no process group, no
+memory for weights.
 
 python plan_cluster.py --ranks 16 --gpu-memory 80GB --context 4096
 """
@@ -23,11 +24,15 @@ CONFIG = {
 
 
 def main(argv=None, config=CONFIG):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory", default="80GB")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of each rank's micro-batch")
+    parser.add_argument(
+        "--context", type=int, default=4096, help="tokens of each rank's micro-batch"
+    )
     args = parser.parse_args(argv)
 
     with init_on_meta():
@@ -38,7 +43,9 @@ def main(argv=None, config=CONFIG):
     print(fsdp)
 
     nodes = max(1, args.ranks // args.ranks_per_node)
-    hybrid = plan_model(model, mesh=MeshSpec.hybrid(replicate=nodes, shard=args.ranks // nodes), mp_policy=policy)
+    hybrid = plan_model(
+        model, mesh=MeshSpec.hybrid(replicate=nodes, shard=args.ranks // nodes), mp_policy=policy
+    )
     print("\nOne replica a node instead:", *fsdp.diff(hybrid).splitlines()[:3], sep="\n  ")
 
     ids = torch.zeros(1, args.context, dtype=torch.long)

@@ -1,10 +1,12 @@
-"""Train LoRA adapters on a sharded base in NF4 (QLoRA, by torchao), resume, and save the adapters alone.
+"""Train LoRA adapters on a sharded base in NF4 (QLoRA, by torchao), resume, and save the adapters
+alone.
 
     torchrun --nproc-per-node 8 qlora.py --model Llama-3.1-8B --out adapters
 
-Each rank reads the base in bfloat16 into CPU memory, and quantizes one weight at a time to 4 bits. The all-gather sends
-these 4 bits and their scales. The adapters train in float32. ``PeftModel.from_pretrained(base, "adapters")`` loads the
-result; merge it into a base in full precision.
+Each rank reads the base in bfloat16 into CPU memory, and quantizes one weight at a time to 4 bits.
+The all-gather sends these 4 bits and their scales. The adapters train in float32.
+``PeftModel.from_pretrained(base, "adapters")`` loads the result; merge it into a base in full
+precision.
 """
 
 import argparse
@@ -23,7 +25,9 @@ from shardkit.checkpoint import latest_checkpoint
 
 
 def quantize(base, device, block, scaler_block):
-    """Replace the weights of all linear layers but the head by NF4 ones on the device, and move the rest there."""
+    """Replace the weights of all linear layers but the head by NF4 ones on the device, and move the
+    rest there.
+    """
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             weight = to_nf4(module.weight.detach().to(device), block, scaler_block)
@@ -33,7 +37,11 @@ def quantize(base, device, block, scaler_block):
 
 def build(folder, rank, block, scaler_block):
     """Return the model with adapters, sharded."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, use_cache=False)
     base = quantize(base, device, block, scaler_block)
     model = get_peft_model(base, LoraConfig(r=rank, target_modules="all-linear"))
@@ -44,8 +52,12 @@ def build(folder, rank, block, scaler_block):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a snapshot: config and safetensors")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a snapshot: config and safetensors"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     parser.add_argument("--steps", type=int, default=10)
@@ -63,7 +75,8 @@ def main(argv=None):
     device = trained[0].device
     losses = []
     for step in range(start, args.steps):
-        own = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())  # put your data here
+        # put your data here
+        own = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         ids = torch.randint(model.config.vocab_size, (4, 32), generator=own).to(device)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -73,9 +86,15 @@ def main(argv=None):
         losses.append(loss.item())
     # What trains, with its optimizer state; the base is neither read nor written.
     save_checkpoint(
-        runs / f"step-{args.steps}", model, optimizer, extra={"step": args.steps}, trainable_only=True, overwrite=True
+        runs / f"step-{args.steps}",
+        model,
+        optimizer,
+        extra={"step": args.steps},
+        trainable_only=True,
+        overwrite=True,
     )
-    save_pretrained(model, args.out, overwrite=True)  # adapter_model.safetensors, adapter_config.json
+    # adapter_model.safetensors, adapter_config.json
+    save_pretrained(model, args.out, overwrite=True)
     return losses
 
 

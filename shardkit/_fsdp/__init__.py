@@ -1,8 +1,10 @@
-"""FSDP2's private state: flags that its API can set but not read, and the forward or backward under way.
+"""FSDP2's private state: flags that its API can set but not read, and the forward or backward under
+way.
 
-Private names of torch are used in ``_fsdp`` and ``_torch`` only. When something breaks with a new torch, look here
-first. The classes are ``FSDPState`` and ``FSDPParamGroup`` in torch (2.13 to 2.15). This file and ``params`` are what
-``shard_model`` needs; the others are imported by what uses them.
+Private names of torch are used in ``_fsdp`` and ``_torch`` only. When something breaks with a new
+torch, look here first. The classes are ``FSDPState`` and ``FSDPParamGroup`` in torch (2.13 to
+2.15). This file and ``params`` are what ``shard_model`` needs; the others are imported by what uses
+them.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ from shardkit._torch import missing_name, torch_version, units_of
 if torch_version() < (2, 13):
     import shardkit._fsdp.before_2_13  # noqa: F401
 
-# torch.compiler.disable imports the whole compiler where it decorates, which takes seconds and an optional
-# package (hypothesis); this one, made for torch's own modules, does so at the first call (torch 2.11 to 2.13).
+# torch.compiler.disable imports the whole compiler where it decorates, which takes seconds and an
+# optional package (hypothesis); this one, made for torch's own modules, does so at the first call
+# (torch 2.11 to 2.13).
 not_compiled = torch._compile._disable_dynamo
 
 
 class FSDPUnit(Protocol):
-    """torch's ``FSDPParamGroup``: the parameters of one all-gather and one reduce-scatter, and how both run.
+    """torch's ``FSDPParamGroup``: the parameters of one all-gather and one reduce-scatter, and how
+    both run.
 
-    ``FSDPModule`` has setters for these and no getters, so they are read and restored here. The names are those of
-    torch 2.13 to 2.15; if one is missing, :func:`fsdp_units` raises.
+    ``FSDPModule`` has setters for these and no getters, so they are read and restored here. The
+    names are those of torch 2.13 to 2.15; if one is missing, :func:`fsdp_units` raises.
     """
 
     modules: tuple[nn.Module, ...]
@@ -46,7 +50,8 @@ class FSDPUnit(Protocol):
     reduce_scatter_unused_params: bool
     unshard: Callable[..., Any]
     post_backward: Callable[..., None]
-    finalize_backward: Callable[[], None]  # called for each unit below the root when a backward ends
+    # called for each unit below the root when a backward ends
+    finalize_backward: Callable[[], None]
     _partial_reduce_output: Any  # reduce-scattered gradients that wait for an all-reduce
 
 
@@ -54,14 +59,16 @@ def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
     """The units of every FSDP module of the model, each once, parents first. Local, pure."""
     units = [unit for state in states_of(model.modules()) for unit in units_of(state)]
     for name in FSDPUnit.__annotations__ if units else ():
-        if not hasattr(units[0], name):  # setting an attribute that torch has renamed would silently do nothing
+        # setting an attribute that torch has renamed would silently do nothing
+        if not hasattr(units[0], name):
             raise missing_name(f"FSDPParamGroup.{name}")
     return units
 
 
 def states_of(modules: Iterable[nn.Module]) -> list[Any]:
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    return list(dict.fromkeys(module._get_fsdp_state() for module in sharded))  # fully_shard([a, b]): one for both
+    # fully_shard([a, b]): one for both
+    return list(dict.fromkeys(module._get_fsdp_state() for module in sharded))
 
 
 def initialize(root: FSDPModule) -> None:
@@ -73,17 +80,22 @@ def initialize(root: FSDPModule) -> None:
 
 
 def is_in_use(module: FSDPModule) -> bool:
-    """Whether FSDP2's hooks have gathered this module for a forward that has not ended, or in backward. Local, pure."""
+    """Whether FSDP2's hooks have gathered this module for a forward that has not ended, or in
+    backward. Local, pure.
+    """
     return module._get_fsdp_state()._training_state.name != "IDLE"
 
 
 def gathered(fsdp_param: Any) -> Tensor | None:
-    """Return the gathered form of an ``FSDPParam``, which torch keeps from the first gather on. Local, pure."""
+    """Return the gathered form of an ``FSDPParam``, which torch keeps from the first gather on.
+    Local, pure.
+    """
     return getattr(fsdp_param, "_unsharded_param", None)
 
 
 def is_stepped(unit: FSDPUnit, held: Collection[int]) -> bool:
-    """Whether an optimizer holds one of the unit's parameters, or a gathered copy of one. Local, pure.
+    """Whether an optimizer holds one of the unit's parameters, or a gathered copy of one. Local,
+    pure.
 
     ``held`` are the ids of its parameters, since hashing a DTensor costs ten times as much.
     """
@@ -98,7 +110,8 @@ class StepState:
     """What a step finds in units, as FQNs of parameters."""
 
     waiting: list[str] = field(default_factory=list)  # with a gradient that is not reduced
-    copies: list[str] = field(default_factory=list)  # of which the optimizer holds the gathered copy
+    # of which the optimizer holds the gathered copy
+    copies: list[str] = field(default_factory=list)
     hooked: list[str] = field(default_factory=list)  # with hooks of ``register_hook``
     written: list[str] = field(default_factory=list)  # that were written to while gathered
     unused: dict[FSDPUnit, list[str]] = field(default_factory=dict)  # without a gradient, by unit
@@ -107,8 +120,8 @@ class StepState:
 def state_at_step(units: Iterable[FSDPUnit], held: Collection[int]) -> StepState:
     """Look at the parameters of an optimizer's units. Local, pure.
 
-    A gradient that waits is on the gathered parameter, or in ``reduce_dtype`` beside it (before torch
-    2.15); on an HSDP mesh the reduce-scattered gradients of a unit wait for the all-reduce.
+    A gradient that waits is on the gathered parameter, or in ``reduce_dtype`` beside it (before
+    torch 2.15); on an HSDP mesh the reduce-scattered gradients of a unit wait for the all-reduce.
     """
     # One loop without calls, because it runs in every step.
     found = StepState()
@@ -141,8 +154,15 @@ def state_at_step(units: Iterable[FSDPUnit], held: Collection[int]) -> StepState
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the sharded parameters of the units of one module, none if it is not an FSDP module. Local, pure."""
-    return [param.sharded_param for s in states_of([module]) for unit in units_of(s) for param in unit.fsdp_params]
+    """Return the sharded parameters of the units of one module, none if it is not an FSDP module.
+    Local, pure.
+    """
+    return [
+        param.sharded_param
+        for s in states_of([module])
+        for unit in units_of(s)
+        for param in unit.fsdp_params
+    ]
 
 
 def is_under_way(model: nn.Module) -> bool:
@@ -151,17 +171,23 @@ def is_under_way(model: nn.Module) -> bool:
     return any(each._training_state.name != "IDLE" for s in states for each in (s, *units_of(s)))
 
 
-# The hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``, which torch has no public way to list; None
-# where there never was one.
+# The hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``, which torch has no
+# public way to list; None where there never was one.
 tensor_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
-post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter("_post_accumulate_grad_hooks")
+post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
 
 
 def set_post_accumulate_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:
-    """Give a tensor the hooks of another one, in the same dict, so that their handles still remove them."""
+    """Give a tensor the hooks of another one, in the same dict, so that their handles still remove
+    them.
+    """
     tensor._post_accumulate_grad_hooks = hooks
 
 
 def slot_of(fsdp_param: Any) -> tuple[int, str]:
-    """Return where an ``FSDPParam`` is registered: the ``id`` of its module, and its name there. Local, pure."""
+    """Return where an ``FSDPParam`` is registered: the ``id`` of its module, and its name there.
+    Local, pure.
+    """
     return id(fsdp_param._module_info.module), fsdp_param._module_info.param_name

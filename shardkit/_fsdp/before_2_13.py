@@ -1,6 +1,8 @@
-"""What FSDP2 of torch 2.11 and 2.12 lacks of 2.13's, added to its classes: for those torches alone, on import.
+"""What FSDP2 of torch 2.11 and 2.12 lacks of 2.13's, added to its classes: for those torches alone,
+on import.
 
-Zeros for unused parameters, which are off by default, and recovery from errors. Nothing that is there changes.
+Zeros for unused parameters, which are off by default, and recovery from errors. Nothing that is
+there changes.
 """
 
 from __future__ import annotations
@@ -25,9 +27,15 @@ def _filling(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def post_backward(self: Any, *unused: Any) -> None:
         if self.reduce_scatter_unused_params and self.reduce_grads:
-            for param in (param for param in self.fsdp_params if hasattr(param, "_unsharded_param")):
+            for param in (
+                param for param in self.fsdp_params if hasattr(param, "_unsharded_param")
+            ):
                 gathered = param._unsharded_param
-                if gathered.requires_grad and gathered.grad is None and param.unsharded_accumulated_grad is None:
+                if (
+                    gathered.requires_grad
+                    and gathered.grad is None
+                    and param.unsharded_accumulated_grad is None
+                ):
                     gathered.grad = torch.zeros_like(gathered)
         original(self, *unused)
 
@@ -44,16 +52,25 @@ def _set_reduce_scatter_unused_params(
 
 
 def _reset_iter_state(self: Any) -> None:
-    """Abandon the forward or backward under way: wait for collectives, reshard, and clear what belongs to it."""
+    """Abandon the forward or backward under way: wait for collectives, reshard, and clear what
+    belongs to it.
+    """
     state = self._get_fsdp_state()
     shared: Any = state._comm_ctx
-    states = list(dict.fromkeys(state._state_ctx.all_states))  # fully_shard([a, b]) is listed for each module
+    # fully_shard([a, b]) is listed for each module
+    states = list(dict.fromkeys(state._state_ctx.all_states))
     units = [unit for each in states for unit in units_of(each)]
     several = getattr(shared, "reduce_scatter_states", [])  # since torch 2.12
     pending = [shared.all_gather_state, getattr(shared, "reduce_scatter_state", None), *several]
-    events = [each.event for each in (*pending, *(unit._all_reduce_state for unit in units)) if each is not None]
+    events = [
+        each.event
+        for each in (*pending, *(unit._all_reduce_state for unit in units))
+        if each is not None
+    ]
     events += [unit._post_reduce_event for unit in units]
-    for result in (unit._all_gather_result for unit in units if unit._all_gather_result is not None):
+    for result in (
+        unit._all_gather_result for unit in units if unit._all_gather_result is not None
+    ):
         events.append(result.all_gather_event)
         if result.all_gather_work is not None:
             result.all_gather_work.wait()

@@ -1,4 +1,6 @@
-"""The collectives of an FSDP unit: noted right before each, or without its forward, for a rank that skips it."""
+"""The collectives of an FSDP unit: noted right before each, or without its forward, for a rank that
+skips it.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,22 @@ from shardkit._torch import units_of
 
 
 def observe_collectives(unit: FSDPUnit, note: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``note`` right before each all-gather, reduce-scatter or all-reduce of a unit; return what ends it. Local.
+    """Call ``note`` right before each all-gather, reduce-scatter or all-reduce of a unit; return
+    what ends it. Local.
 
-    An all-reduce that follows a reduce-scatter is not noted. The objects that run collectives, torch's or those of
-    ``set_custom_all_gather``, become copies of a derived class, which passes torch's isinstance checks. On a shard axis
-    of one rank FSDP2 all-reduces without them, and only allocates the input and the output (torch 2.11 to 2.15).
+    An all-reduce that follows a reduce-scatter is not noted. The objects that run collectives,
+    torch's or those of ``set_custom_all_gather``, become copies of a derived class, which passes
+    torch's isinstance checks. On a shard axis of one rank FSDP2 all-reduces without them, and only
+    allocates the input and the output (torch 2.11 to 2.15).
     """
     own: Any = unit
     before = own._all_gather_comm, own._reduce_scatter_comm
     group = getattr(own.mesh_info, "shard_process_group", None)
     alone = group is None or group.size() == 1
     own._all_gather_comm = _noting(before[0], partial(note, "all-gather"))
-    own._reduce_scatter_comm = _noting(before[1], partial(note, "all-reduce" if alone else "reduce-scatter"), alone)
+    own._reduce_scatter_comm = _noting(
+        before[1], partial(note, "all-reduce" if alone else "reduce-scatter"), alone
+    )
 
     def end() -> None:
         own._all_gather_comm, own._reduce_scatter_comm = before
@@ -57,15 +63,22 @@ def _noting(comm: Any, note: Callable[[], None], when_it_allocates: bool = False
 
 
 class _GradEdge(torch.autograd.Function):
-    """Return the first tensor; the others get gradients of zeros, so that backward reaches what made them.
+    """Return the first tensor; the others get gradients of zeros, so that backward reaches what
+    made them.
 
-    It saves a tensor, so that a recomputed forward that ends in it is recomputed before anything else in its backward.
+    It saves a tensor, so that a recomputed forward that ends in it is recomputed before anything
+    else in its backward.
     """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
-        """Return an alias that autograd takes for no view: FSDP2 warns of outputs that are views."""
-        ctx.others = [each.new_empty(()).expand(each.shape) if type(each) is Tensor else each for each in others]
+        """Return an alias that autograd takes for no view: FSDP2 warns of outputs
+        that are views.
+        """
+        ctx.others = [
+            each.new_empty(()).expand(each.shape) if type(each) is Tensor else each
+            for each in others
+        ]
         ctx.save_for_backward(value.new_empty(()))
         return value.detach()
 
@@ -89,8 +102,9 @@ def modules_of(module: FSDPModule) -> tuple[nn.Module, ...]:
 def pass_through(module: FSDPModule, zero: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
     """Run ``body`` as the forward of a unit: gather, reshard, and join its backward. Collective.
 
-    torch's methods are called rather than the module, so that none of its other hooks sees the zero. The zero is cloned
-    because what FSDP2 returns for it is a view, and it warns of a forward that returns one.
+    torch's methods are called rather than the module, so that none of its other hooks sees the
+    zero. The zero is cloned because what FSDP2 returns for it is a view, and it warns of a forward
+    that returns one.
     """
     state: Any = module._get_fsdp_state()
     (zero,), _ = state._pre_forward(module, (zero,), {})
@@ -108,7 +122,9 @@ def device_of(module: FSDPModule) -> torch.device:
 
 
 def trained_parameters(module: FSDPModule) -> list[Tensor]:
-    """Return what the trainable parameters of a unit are gathered into; gathered before, at least once. Local, pure."""
+    """Return what the trainable parameters of a unit are gathered into; gathered before, at least
+    once. Local, pure.
+    """
     params = (param for unit in units_of(module._get_fsdp_state()) for param in unit.fsdp_params)
     return [param.unsharded_param for param in params if param.sharded_param.requires_grad]
 

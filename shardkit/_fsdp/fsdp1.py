@@ -15,19 +15,25 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 
-# What torch.distributed.checkpoint.state_dict asks for each of FSDP1's modules: None where it is none (torch 2.13).
+# What torch.distributed.checkpoint.state_dict asks for each of FSDP1's modules: None where it is
+# none (torch 2.13).
 STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 
-# The base class of FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) and its method have
-# no public names (torch 2.11 to 2.13). A callable policy is called as documented.
+# The base class of FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own)
+# and its method have no public names (torch 2.11 to 2.13). A callable policy is called as
+# documented.
 FSDP1Policy = torch.distributed.fsdp.wrap._Policy
 
 
 def run_fsdp1_policy(
     policy: Any, model: nn.Module, ignored_modules: set[nn.Module], kwargs: dict[str, Any]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules that a policy object would wrap, each with the arguments of FSDP1 for it; pure."""
-    return cast("dict[nn.Module, dict[str, Any]]", policy._run_policy(model, ignored_modules, kwargs))
+    """Return the modules that a policy object would wrap, each with the arguments of FSDP1 for it;
+    pure.
+    """
+    return cast(
+        "dict[nn.Module, dict[str, Any]]", policy._run_policy(model, ignored_modules, kwargs)
+    )
 
 
 def run_callable(
@@ -36,9 +42,11 @@ def run_callable(
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules below ``model`` that a callable policy would wrap, without arguments; pure.
+    """Return the modules below ``model`` that a callable policy would wrap, without arguments;
+    pure.
 
-    torch's own walk, with a wrapper that only takes note and returns the module (torch 2.11 to 2.13).
+    torch's own walk, with a wrapper that only takes note and returns the module (torch 2.11 to
+    2.13).
     """
     found: dict[nn.Module, dict[str, Any]] = {}
 
@@ -62,9 +70,11 @@ def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
 
 @contextmanager
 def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
-    """In this context gradients that are not reduced accumulate in ``param_dtype``, as in FSDP1. Local.
+    """In this context gradients that are not reduced accumulate in ``param_dtype``, as in FSDP1.
+    Local.
 
-    FSDP2 converts the sum to ``reduce_dtype`` after each such backward. The roots must be initialized.
+    FSDP2 converts the sum to ``reduce_dtype`` after each such backward. The roots must be
+    initialized.
     """
     params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
     before = [(param, param.reduce_dtype) for param in params]
@@ -72,7 +82,9 @@ def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
         # Read by that conversion only; the reduction asks the unit (torch 2.11 to 2.15).
         param.reduce_dtype = param.param_dtype or param.orig_dtype
         if hasattr(param, "unsharded_grad_dtype") and hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad_dtype = None  # torch 2.15 set the reduce dtype, which autograd accumulates in
+            param._unsharded_param.grad_dtype = (
+                None  # torch 2.15 set the reduce dtype, which autograd accumulates in
+            )
     try:
         yield
     finally:
@@ -81,7 +93,8 @@ def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
 
 
 def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
-    """Set whether one FSDP module casts its inputs to ``param_dtype``; torch takes it at construction only. Local.
+    """Set whether one FSDP module casts its inputs to ``param_dtype``; torch takes it at
+    construction only. Local.
 
     FSDP1 casts the inputs of its root only, and the first forward decides which module that is.
     """
@@ -92,46 +105,58 @@ def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
 def asked_by_checkpoint() -> bool:
     """Return whether ``torch.distributed.checkpoint.state_dict`` is anywhere among the callers.
 
-    Its ``get_model_state_dict`` returns sharded state whatever FSDP1's ``state_dict_type`` is, by setting that for
-    models of torch's own class only (torch 2.11 to 2.13).
+    Its ``get_model_state_dict`` returns sharded state whatever FSDP1's ``state_dict_type`` is, by
+    setting that for models of torch's own class only (torch 2.11 to 2.13).
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+    while (
+        frame is not None
+        and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict"
+    ):
         frame = frame.f_back
     return frame is not None
 
 
 def reduce_unused_beside_used(model: nn.Module) -> None:
-    """Reduce zeros for parameters without a gradient if another one of their unit has one, as in FSDP1. Local.
+    """Reduce zeros for parameters without a gradient if another one of their unit has one, as in
+    FSDP1. Local.
 
-    torch's ``set_reduce_scatter_unused_params`` also gives zeros to units that no backward reached, where FSDP1 left
-    None; optimizers then apply weight decay and momentum to them.
+    torch's ``set_reduce_scatter_unused_params`` also gives zeros to units that no backward reached,
+    where FSDP1 left None; optimizers then apply weight decay and momentum to them.
     """
     for unit in fsdp_units(model):
-        if getattr(unit.post_backward, "func", None) is not _post_backward:  # set already for an inner model
+        if (
+            getattr(unit.post_backward, "func", None) is not _post_backward
+        ):  # set already for an inner model
             unit.post_backward = partial(_post_backward, unit, unit.post_backward)
 
 
 @not_compiled
 def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
-    unit.reduce_scatter_unused_params = any(map(has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
+    # torch 2.13 reads it next
+    unit.reduce_scatter_unused_params = any(map(has_gradient, unit.fsdp_params))
     original()
 
 
 def has_gradient(param: Any) -> bool:
-    """Return whether one of a unit's ``fsdp_params`` has a gradient that is not reduced. Local, pure."""
+    """Return whether one of a unit's ``fsdp_params`` has a gradient that is not reduced. Local,
+    pure.
+    """
     if not hasattr(param, "_unsharded_param"):
         return False
     return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
 
 
 def is_sharded_tensor(tensor: object) -> bool:
-    """Return whether it is a ShardedTensor, as in FSDP1's SHARDED state; the class has no public name. Local, pure."""
+    """Return whether it is a ShardedTensor, as in FSDP1's SHARDED state; the class has no public
+    name. Local, pure.
+    """
     return type(tensor).__name__ == "ShardedTensor"
 
 
 def gathered_sharded_tensor(tensor: Any) -> Tensor:
-    """Return the full tensor of a ShardedTensor split along dim 0, on every rank of its group. Collective.
+    """Return the full tensor of a ShardedTensor split along dim 0, on every rank of its group.
+    Collective.
 
     Its public ``gather`` returns it on one rank only (torch 2.11 to 2.13).
     """
@@ -143,7 +168,8 @@ def gathered_sharded_tensor(tensor: Any) -> Tensor:
 
 
 def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """Return those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave the parameter. Local, pure.
+    """Return those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave the
+    parameter. Local, pure.
 
     FSDP1 stepped them, FSDP2 does not (torch 2.11 to 2.13).
     """

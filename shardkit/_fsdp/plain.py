@@ -100,7 +100,9 @@ class PlainShard(FSDPParam):
     def hide(self) -> None:
         """Register the DTensor, with what the plain parameter has."""
         if self.plain.grad is not None:
-            self.sharded_param.grad = self.to_sharded_dtensor(self.plain.grad.view(self.sharded_size))
+            self.sharded_param.grad = self.to_sharded_dtensor(
+                self.plain.grad.view(self.sharded_size)
+            )
         self.is_shown = False
         self._setattr_on_modules(self.sharded_param)
 
@@ -183,11 +185,15 @@ class PlainShard(FSDPParam):
         The program may still use the old one.
         """
         local = self.sharded_param._local_tensor
-        padded = torch.zeros(self.padded_sharded_param_size, dtype=local.dtype, device=values.device)
+        padded = torch.zeros(
+            self.padded_sharded_param_size, dtype=local.dtype, device=values.device
+        )
         if self.pin_memory:
             padded = padded.pin_memory()
         dim = self.fsdp_placement.dim
-        local = padded.narrow(dim, 0, local.size(dim)) if local.numel() else padded.narrow(dim, 0, 0)
+        local = (
+            padded.narrow(dim, 0, local.size(dim)) if local.numel() else padded.narrow(dim, 0, 0)
+        )
         local.copy_(values.view(self.sharded_size))
         self._sharded_param_data = padded.view(-1)
         self.sharded_param._local_tensor = local

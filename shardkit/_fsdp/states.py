@@ -15,17 +15,26 @@ from shardkit._torch import units_of
 
 
 def units_gathered_until_backward(model: nn.Module) -> list[FSDPUnit]:
-    """Return the units with ``reshard_after_forward=False``, and those of roots with torch's default, None."""
+    """Return the units with ``reshard_after_forward=False``, and those of roots with torch's
+    default, None.
+    """
     states = states_of(model.modules())
-    outermost: set[nn.Module] = set()  # the roots to be, unless the model itself is inside another FSDP module
+    # the roots to be, unless the model itself is inside another FSDP module
+    outermost: set[nn.Module] = set()
     if any(state._is_root is None for state in states):
-        sharded: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        outermost = set(sharded).difference(*(set(module.modules()) - {module} for module in sharded))
+        sharded: list[nn.Module] = [
+            module for module in model.modules() if isinstance(module, FSDPModule)
+        ]
+        outermost = set(sharded).difference(
+            *(set(module.modules()) - {module} for module in sharded)
+        )
     kept = []
     for state in states:
         root = state._is_root or (state._is_root is None and state._modules[0] in outermost)
         by_default = root and state._auto_reshard_after_forward
-        kept += [unit for unit in units_of(state) if by_default or unit.post_forward_mesh_info is None]
+        kept += [
+            unit for unit in units_of(state) if by_default or unit.post_forward_mesh_info is None
+        ]
     return kept
 
 
@@ -47,7 +56,8 @@ def gathered_until_backward(model: nn.Module, frozen: bool = False) -> Iterator[
         yield
     finally:
         for state, unit, mesh_info in before:
-            # The first forward, which may have run meanwhile, decides for a root with torch's default.
+            # The first forward, which may have run meanwhile, decides for a root with torch's
+            # default.
             decided = state._is_root and state._auto_reshard_after_forward
             unit.post_forward_mesh_info = None if decided else mesh_info
 
@@ -61,16 +71,25 @@ def modules_of_other_roots(model: nn.Module) -> list[nn.Module]:
     """Return the FSDP modules of the model that belong to a root outside of it. Local, pure."""
     states = states_of(model.modules())
     own = {each for state in states if state._is_root for each in state._state_ctx.all_states}
-    return [module for state in states if state._is_root is False and state not in own for module in state._modules]
+    return [
+        module
+        for state in states
+        if state._is_root is False and state not in own
+        for module in state._modules
+    ]
 
 
 def reset_iteration(root: FSDPModule) -> None:
-    """Abandon the forward or backward under way below a root: wait for its collectives, and reshard.
+    """Abandon the forward or backward under way below a root: wait for its collectives, and
+    reshard.
 
-    torch's ``reset_iter_state`` does not wait for gradients that are on their way to the CPU (2.13 to 2.15).
+    torch's ``reset_iter_state`` does not wait for gradients that are on their way to the CPU (2.13
+    to 2.15).
     """
     states = root._get_fsdp_state()._state_ctx.all_states
-    for param in (param for state in states for unit in units_of(state) for param in unit.fsdp_params):
+    for param in (
+        param for state in states for unit in units_of(state) for param in unit.fsdp_params
+    ):
         if param.grad_offload_event is not None:
             param.grad_offload_event.synchronize()
             param.grad_offload_event = None
@@ -78,10 +97,12 @@ def reset_iteration(root: FSDPModule) -> None:
 
 
 def drop_unreduced_gradients(unit: FSDPUnit, params: Iterable[Any] | None = None) -> None:
-    """Drop the gradients of a unit, or of some of its ``fsdp_params``, that backward kept to be reduced later.
+    """Drop the gradients of a unit, or of some of its ``fsdp_params``, that backward kept to be
+    reduced later.
 
-    They are on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an HSDP mesh what was
-    reduce-scattered for the whole unit before the all-reduce, with its layout (since 2.15).
+    They are on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an
+    HSDP mesh what was reduce-scattered for the whole unit before the all-reduce, with its layout
+    (since 2.15).
     """
     for param in unit.fsdp_params if params is None else params:
         unit._partial_reduce_output = None
@@ -93,7 +114,9 @@ def drop_unreduced_gradients(unit: FSDPUnit, params: Iterable[Any] | None = None
 
 
 def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
-    """Return the dtype that a unit's gradients are reduced in; None if none of its parameters trains. Local, pure."""
+    """Return the dtype that a unit's gradients are reduced in; None if none of its parameters
+    trains. Local, pure.
+    """
     trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
     if not trained:
         return None
@@ -106,20 +129,33 @@ def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
 
 
 def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """Return the dtypes that floating-point parameters of the model's units are gathered in. Local, pure."""
-    pairs = [(getattr(unit, "mp_policy", None), param) for unit in fsdp_units(model) for param in unit.fsdp_params]
-    floating = [(policy, param) for policy, param in pairs if param.sharded_param.is_floating_point()]
+    """Return the dtypes that floating-point parameters of the model's units are gathered in. Local,
+    pure.
+    """
+    pairs = [
+        (getattr(unit, "mp_policy", None), param)
+        for unit in fsdp_units(model)
+        for param in unit.fsdp_params
+    ]
+    floating = [
+        (policy, param) for policy, param in pairs if param.sharded_param.is_floating_point()
+    ]
     # Since torch 2.15 there is a policy for each parameter.
-    return {(policy or param.mp_policy).param_dtype or param.sharded_param.dtype for policy, param in floating}
+    return {
+        (policy or param.mp_policy).param_dtype or param.sharded_param.dtype
+        for policy, param in floating
+    }
 
 
 @contextmanager
 def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """In this context FSDP2's hooks do nothing: forwards of these modules neither gather nor reshard nor cast.
+    """In this context FSDP2's hooks do nothing: forwards of these modules neither gather nor
+    reshard nor cast.
 
-    A hook is recognized by the state that it, or what it wraps (``fully_shard([a, b])``), is bound to, and keeps its
-    place. Methods registered by ``register_fsdp_forward_method`` call the state itself. After
-    ``load_state_dict`` torch 2.13 to 2.15 take what a module holds for its shard (``reset_sharded_param``).
+    A hook is recognized by the state that it, or what it wraps (``fully_shard([a, b])``), is bound
+    to, and keeps its place. Methods registered by ``register_fsdp_forward_method`` call the state
+    itself. After ``load_state_dict`` torch 2.13 to 2.15 take what a module holds for its shard
+    (``reset_sharded_param``).
     """
     states = states_of(modules)
     found = [
@@ -159,10 +195,15 @@ def _is_bound_to(hook: Any, state: Any) -> bool:
 
 
 def gathered_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return the flat buffers that parameters are gathered into, with empty storages where resharded. Local, pure.
+    """Return the flat buffers that parameters are gathered into, with empty storages where
+    resharded. Local, pure.
 
-    memory: those resharded over fewer ranks too. Between two all-gathers torch 2.13 to 2.15 have no public way to them.
+    memory: those resharded over fewer ranks too. Between two all-gathers torch 2.13 to 2.15 have no
+    public way to them.
     """
     params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
-    kept = [getattr(param, "_sharded_post_forward_param_data", None) for param in params]  # set by the first forward
-    return [tensor for param in params for tensor in param.all_gather_outputs] + [t for t in kept if t is not None]
+    # set by the first forward
+    kept = [getattr(param, "_sharded_post_forward_param_data", None) for param in params]
+    return [tensor for param in params for tensor in param.all_gather_outputs] + [
+        t for t in kept if t is not None
+    ]

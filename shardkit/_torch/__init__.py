@@ -1,8 +1,9 @@
-"""Private names of torch, each with its reason: here those of the path of ``shard_model``, of models, and versions.
+"""Private names of torch, each with its reason: here those of the path of ``shard_model``, of
+models, and versions.
 
 The other files of this package are for what imports them: ``dispatch``, ``steps``, ``worlds``.
-Besides ``_fsdp``, no other module of shardkit uses a torch name with an underscore (``tests/house/test_layers.py``).
-When a new torch breaks shardkit, look here first.
+Besides ``_fsdp``, no other module of shardkit uses a torch name with an underscore
+(``tests/house/test_layers.py``). When a new torch breaks shardkit, look here first.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ def missing_name(path: str) -> ShardkitError:
 
 
 def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return ``model.named_parameters()``, with each gathered parameter replaced by its sharded one. Local.
+    """Return ``model.named_parameters()``, with each gathered parameter replaced by its sharded
+    one. Local.
 
-    While a unit is gathered FSDP2 registers unsharded parameters, but gradients and the optimizer's entries stay with
-    the sharded ones, which torch has no public way to reach (2.13 to 2.15).
+    While a unit is gathered FSDP2 registers unsharded parameters, but gradients and the optimizer's
+    entries stay with the sharded ones, which torch has no public way to reach (2.13 to 2.15).
     """
     sharded = sharded_stand_ins(model.modules())
     return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
@@ -69,14 +71,17 @@ def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the sharded parameter for each unsharded one that these modules register at present. Local."""
+    """Return the sharded parameter for each unsharded one that these modules register at present.
+    Local.
+    """
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         for unit in units_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
             if getattr(unit, "shows_plain", False):
                 raise ShardkitError(
-                    "The model is wrapped by FullyShardedDataParallel, whose parameters are plain tensors, each rank's "
-                    "part. Use its own methods, or shardkit.fsdp1.as_dtensors(model) around functions of shardkit."
+                    "The model is wrapped by FullyShardedDataParallel, whose parameters are plain "
+                    "tensors, each rank's part. Use its own methods, or "
+                    "shardkit.fsdp1.as_dtensors(model) around functions of shardkit."
                 )
             for fsdp_param in () if unit.is_sharded else unit.fsdp_params:
                 info = fsdp_param._module_info
@@ -85,7 +90,9 @@ def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Par
 
 
 def units_of(state: Any) -> list[Any]:
-    """Return the ``FSDPParamGroup`` objects of an FSDP module's state: several since torch 2.12, before one or none."""
+    """Return the ``FSDPParamGroup`` objects of an FSDP module's state: several since torch 2.12,
+    before one or none.
+    """
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
@@ -99,25 +106,31 @@ real_tensors = torch._subclasses.fake_tensor.unset_fake_temporarily
 
 
 def has_own_dispatch(cls: type) -> bool:
-    """Return whether a tensor class wraps other tensors (DTensor, quantized weights) instead of its own storage."""
+    """Return whether a tensor class wraps other tensors (DTensor, quantized weights) instead of its
+    own storage.
+    """
     return getattr(cls, "__torch_dispatch__", None) != Tensor.__torch_dispatch__
 
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 
-# optim, grads: reading an attribute of a DTensor such as .grad or .dtype asks __torch_function__ first, which costs
-# more than the attribute: 0.5 us against 0.05 (torch 2.13). This context avoids that; modes stay active.
+# optim, grads: reading an attribute of a DTensor such as .grad or .dtype asks __torch_function__
+# first, which costs more than the attribute: 0.5 us against 0.05 (torch 2.13). This context avoids
+# that; modes stay active.
 plain_attributes = torch._C.DisableTorchFunctionSubclass
 
-# optim, grads: ``to_local()`` makes an autograd node, 10 us; the attribute that it reads costs 0.03. FSDP2 itself sets
-# it (torch 2.13 to 2.15). The result of a redistribution may still be in flight: call ``to_local()`` there.
+# optim, grads: ``to_local()`` makes an autograd node, 10 us; the attribute that it reads costs
+# 0.03. FSDP2 itself sets it (torch 2.13 to 2.15). The result of a redistribution may still be in
+# flight: call ``to_local()`` there.
 local_tensor: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
 
 
 def flattened(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ...]) -> DeviceMesh:
-    """Return the mesh of the ``replicate`` axes and one axis of all in ``shard``. Collective when it is new.
+    """Return the mesh of the ``replicate`` axes and one axis of all in ``shard``. Collective when
+    it is new.
 
-    apply: torch has no public way to join axes of a mesh so that ``fully_shard`` takes DTensors on its other axes.
+    apply: torch has no public way to join axes of a mesh so that ``fully_shard`` takes DTensors on
+    its other axes.
     """
     flat = mesh[shard]._flatten()
     return DeviceMesh._concatenate([mesh[replicate], flat]) if replicate else flat
@@ -128,9 +141,11 @@ set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._
 
 
 def with_timeout_of_world(mesh: DeviceMesh) -> DeviceMesh:
-    """Give a mesh's groups the timeout that ``init_process_group`` was given, and return the mesh. Local, in place.
+    """Give a mesh's groups the timeout that ``init_process_group`` was given, and return the mesh.
+    Local, in place.
 
-    apply: torch gives them 10 or 30 minutes, and has no public way to read a timeout (2.13 to 2.15).
+    apply: torch gives them 10 or 30 minutes, and has no public way to read a timeout (2.13 to
+    2.15).
     """
     world = dist.group.WORLD
     assert world is not None, "the mesh has groups"
@@ -141,22 +156,29 @@ def with_timeout_of_world(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def state_dict_metadata(state_dict: Any) -> dict[str, Any]:
-    """Return the module versions that ``nn.Module.state_dict`` attaches to its result; empty if there are none."""
+    """Return the module versions that ``nn.Module.state_dict`` attaches to its result; empty if
+    there are none.
+    """
     return getattr(state_dict, "_metadata", None) or {}
 
 
 def with_state_dict_metadata(state_dict: Any, metadata: dict[str, Any]) -> Any:
-    """Attach the result of :func:`state_dict_metadata` where ``nn.Module.load_state_dict`` looks for it."""
+    """Attach the result of :func:`state_dict_metadata` where ``nn.Module.load_state_dict`` looks
+    for it.
+    """
     state_dict._metadata = OrderedDict(metadata)
     return state_dict
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor placed like another, with this local tensor on any device, which ``from_local`` would move."""
+    """Return a DTensor placed like another, with this local tensor on any device, which
+    ``from_local`` would move.
+    """
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-# checkpoint: whether a tensor has ``__tensor_flatten__`` and ``__tensor_unflatten__``, as DTensors do too.
+# checkpoint: whether a tensor has ``__tensor_flatten__`` and ``__tensor_unflatten__``, as DTensors
+# do too.
 is_wrapper: Callable[[Tensor], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 
@@ -170,6 +192,8 @@ def offloaded_parameters(module: FSDPModule) -> list[nn.Parameter]:
 
 
 def reread_sharded_parameters(module: FSDPModule) -> None:
-    """Make FSDP2 use the replaced local shards of this module, as its ``_apply`` does, which drops their attributes."""
+    """Make FSDP2 use the replaced local shards of this module, as its ``_apply`` does, which drops
+    their attributes.
+    """
     for param in _fsdp_params(module):
         param.reset_sharded_param()

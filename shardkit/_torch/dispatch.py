@@ -1,4 +1,6 @@
-"""Private names of torch for dispatch modes, recorded operators, fake tensors, random numbers and pretended worlds."""
+"""Private names of torch for dispatch modes, recorded operators, fake tensors, random numbers and
+pretended worlds.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ from torch import Tensor
 # testing, meta: the documented way to intercept operators, in a module with an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# meta: a lazy negation is a bit on the tensor, which set_() on a storage does not restore; no public setter.
+# meta: a lazy negation is a bit on the tensor, which set_() on a storage does not restore; no
+# public setter.
 neg_view = torch._neg_view
 
-# meta: TorchFunctionMode stays active inside of __torch_dispatch__; only this private context disables it.
+# meta: TorchFunctionMode stays active inside of __torch_dispatch__; only this private context
+# disables it.
 no_torch_function = torch._C.DisableTorchFunction
 
 
-# tiles: a context without dispatch modes, such as that of a selective checkpoint; subclasses keep theirs.
+# tiles: a context without dispatch modes, such as that of a selective checkpoint; subclasses keep
+# theirs.
 no_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
 
 
@@ -32,7 +37,9 @@ def no_modes() -> Iterator[None]:
 
 
 def schema(op: Any) -> Any:
-    """Return the schema of an aten op, with the names of its arguments and which it writes to; no public access."""
+    """Return the schema of an aten op, with the names of its arguments and which it writes to; no
+    public access.
+    """
     return op._schema
 
 
@@ -43,7 +50,8 @@ def has_tag(op: Any, name: str) -> bool:
 
 @contextmanager
 def recorded_samplers(record: Callable[..., None]) -> Iterator[None]:
-    """Inside of the block ``torch.nn.init.trunc_normal_`` on a meta tensor is one call of ``record``.
+    """Inside of the block ``torch.nn.init.trunc_normal_`` on a meta tensor is one call of
+    ``record``.
 
     It draws until every value is in range (torch 2.13), so its aten calls depend on values.
     """
@@ -75,9 +83,14 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def accelerator_state() -> Tensor | None:
-    """Return the state of the accelerator's default generator; None without one, or before its first use."""
+    """Return the state of the accelerator's default generator; None without one, or before its
+    first use.
+    """
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not getattr(torch.get_device_module(accelerator), "is_initialized", bool)():
+    if (
+        accelerator is None
+        or not getattr(torch.get_device_module(accelerator), "is_initialized", bool)()
+    ):
         return None
     return default_generator(accelerator).get_state()
 
@@ -87,36 +100,47 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# memory: FSDP2's hooks map over arguments and outputs with torch's pytree, and what libraries registered there.
+# memory: FSDP2's hooks map over arguments and outputs with torch's pytree, and what libraries
+# registered there.
 tree_leaves = torch.utils._pytree.tree_leaves
 tree_map = torch.utils._pytree.tree_map
 
-# memory: tensors with shapes but no data; torch documents them and exports no public name (2.13 to 2.15).
+# memory: tensors with shapes but no data; torch documents them and exports no public name (2.13 to
+# 2.15).
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 
 # The number of in-place writes to a tensor or its views, with which autograd checks saved tensors.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
-# testing: otherwise each forked rank imports these in its first forward (``torch._dynamo``: 0.5 to 2 s).
+# testing: otherwise each forked rank imports these in its first forward (``torch._dynamo``: 0.5 to
+# 2 s).
 RANK_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
 
 
 def fake_store() -> Any:
-    """Return a store for the ``fake`` backend, which this import registers (else "Unknown c10d backend type")."""
+    """Return a store for the ``fake`` backend, which this import registers (else "Unknown c10d
+    backend type").
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches, keyed by meshes that compare equal though their groups differ (torch 2.13 to 2.15)."""
+    """Empty DTensor's caches, keyed by meshes that compare equal though their groups differ (torch
+    2.13 to 2.15).
+    """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def store_of_its_own(prefix: str) -> Any:
-    """Return a client to the store of the default process group that another thread does not keep waiting."""
+    """Return a client to the store of the default process group that another thread does not keep
+    waiting.
+    """
     store: Any = torch.distributed.distributed_c10d._get_default_store()
-    return torch.distributed.distributed_c10d.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
+    return torch.distributed.distributed_c10d.PrefixStore(
+        prefix, store.clone() if hasattr(store, "clone") else store
+    )

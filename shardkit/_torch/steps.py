@@ -1,4 +1,6 @@
-"""Private names of torch for gradients and optimizers: one kernel for many tensors, and what a step reads."""
+"""Private names of torch for gradients and optimizers: one kernel for many tensors, and what a step
+reads.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import local_tensor, torch_version
 
-# grads: one kernel for many tensors, as in torch.nn.utils.clip_grad_norm_; no public names (torch 2.13 to 2.15).
+# grads: one kernel for many tensors, as in torch.nn.utils.clip_grad_norm_; no public names (torch
+# 2.13 to 2.15).
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 
@@ -35,39 +38,56 @@ def placements_of(params: list[Any]) -> list[Any]:
 
 
 def local_tensors(
-    tensors: list[Any], params: list[Any], layouts: list[Any], otherwise: Callable[[DTensor, Any], Tensor]
+    tensors: list[Any],
+    params: list[Any],
+    layouts: list[Any],
+    otherwise: Callable[[DTensor, Any], Tensor],
 ) -> list[Any]:
-    """Return the local tensor of each DTensor placed like its parameter, and other tensors unchanged. Local.
+    """Return the local tensor of each DTensor placed like its parameter, and other tensors
+    unchanged. Local.
 
-    ``layouts`` are the placements of ``params``; ``otherwise`` is called with a DTensor of other placements and its
-    parameter, and returns its local tensor.
+    ``layouts`` are the placements of ``params``; ``otherwise`` is called with a DTensor of other
+    placements and its parameter, and returns its local tensor.
     """
     # Comprehensions without calls, because this runs for every tensor in every step.
     try:  # as a rule all are DTensors, and placed alike
-        found = [x._local_tensor for x, layout in zip(tensors, layouts, strict=True) if x._spec.placements == layout]
+        found = [
+            x._local_tensor
+            for x, layout in zip(tensors, layouts, strict=True)
+            if x._spec.placements == layout
+        ]
         if len(found) == len(tensors):
             return found
     except AttributeError:
         if not any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
             return tensors
     return [
-        x if not isinstance(x, DTensor) else x._local_tensor if x._spec.placements == layout else otherwise(x, param)
+        x
+        if not isinstance(x, DTensor)
+        else x._local_tensor
+        if x._spec.placements == layout
+        else otherwise(x, param)
         for x, param, layout in zip(tensors, params, layouts, strict=True)
     ]
 
 
 def redistributed(grad: DTensor, param: Any) -> Tensor:
-    """Place a gradient like its parameter, such as a Partial one of tensor parallelism. Collective."""
+    """Place a gradient like its parameter, such as a Partial one of
+    tensor parallelism. Collective.
+    """
     return grad.redistribute(placements=param.placements).to_local()
 
 
-# optim: torch's optimizers collect the tensors of a step in this method: it appends each parameter's to a list of
-# parameters, one of gradients, and one for each kind of state that the update needs (torch 2.13 to 2.15).
+# optim: torch's optimizers collect the tensors of a step in this method: it appends each
+# parameter's to a list of parameters, one of gradients, and one for each kind of state that the
+# update needs (torch 2.13 to 2.15).
 COLLECT = "_init_group"
 
 
 def count_for_schedulers(step: Any) -> None:
-    """Keep LR schedulers from replacing a step function (torch 2.13 to 2.15), which then calls :func:`note_step`."""
+    """Keep LR schedulers from replacing a step function (torch 2.13 to 2.15), which then calls
+    :func:`note_step`.
+    """
     step._wrapped_by_lr_sched = True
 
 
@@ -81,18 +101,25 @@ def note_step(optimizer: Any) -> None:
     optimizer._opt_called = True
 
 
-# optim: with this attribute GradScaler leaves infs to the step; otherwise it asserts that there were gradients.
+# optim: with this attribute GradScaler leaves infs to the step; otherwise it asserts that there
+# were gradients.
 SCALES_ITSELF = "_step_supports_amp_scaling"
 
 
 def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
-    """Return whether ``optimizer_in_backward`` steps any of the parameters: its hook has an attribute for this."""
-    hooks = (hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values())
+    """Return whether ``optimizer_in_backward`` steps any of the parameters: its hook has an
+    attribute for this.
+    """
+    hooks = (
+        hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values()
+    )
     return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
 
 
 def wait_for_offload(param: DTensor) -> None:
-    """Wait in a gradient's hook until an offloaded one is there. Local; before torch 2.13 it may be on its way."""
+    """Wait in a gradient's hook until an offloaded one is there. Local; before torch 2.13 it may be
+    on its way.
+    """
     device = param.device_mesh.device_type
     if torch_version() < (2, 13) and local_tensor(param).is_cpu and device != "cpu":
         torch.get_device_module(device).current_stream().synchronize()
@@ -108,16 +135,27 @@ amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 class UnscalingGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose subclasses implement :meth:`unscale_grads`.
 
-    ``unscale_`` and ``step`` call ``_unscale_grads_`` (torch 2.13 to 2.15); torch has no public way to replace it.
+    ``unscale_`` and ``step`` call ``_unscale_grads_`` (torch 2.13 to 2.15); torch has no public way
+    to replace it.
     """
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool = True,
     ) -> dict[torch.device, Tensor]:
         return {found_inf.device: self.unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)}
 
     def unscale_grads(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> Tensor:
-        """Multiply all gradients by ``inv_scale``; return 1.0 if any rank has a non-finite one, else 0.0."""
+        """Multiply all gradients by ``inv_scale``; return 1.0 if any rank has a non-finite one,
+        else 0.0.
+        """
         raise NotImplementedError

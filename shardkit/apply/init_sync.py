@@ -1,4 +1,6 @@
-"""The values that ranks start from: compared before sharding, since each shards its own copy, or broadcast."""
+"""The values that ranks start from: compared before sharding, since each shards its own copy, or
+broadcast.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
         if opaque:
             raise PlanError(
                 f"sync_module_states cannot broadcast {listing(opaque, 6)}, a "
-                f"{type(states[opaque[0]]).__name__}. Only dense tensors are broadcast, and subclasses "
-                "that name their dense tensors in __tensor_flatten__. Call torch.manual_seed(0) on "
-                "every rank instead."
+                f"{type(states[opaque[0]]).__name__}. Only dense tensors are broadcast, and "
+                "subclasses that name their dense tensors in __tensor_flatten__. Call "
+                "torch.manual_seed(0) on every rank instead."
             )
     facts = {"sync_module_states": str(sync_module_states)}
     for fqn, state in model.named_buffers():
@@ -48,7 +50,9 @@ def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
     return facts
 
 
-def check_same_start(model: nn.Module, ignored: Collection[str], groups: Groups, sync_module_states: bool) -> None:
+def check_same_start(
+    model: nn.Module, ignored: Collection[str], groups: Groups, sync_module_states: bool
+) -> None:
     """Raise on every rank unless all start from the same values, or can receive the first rank's.
 
     A sample of each tensor is compared bit by bit, by one all-reduce. Tensors on meta are left out,
@@ -64,7 +68,8 @@ def check_same_start(model: nn.Module, ignored: Collection[str], groups: Groups,
     for held_by, states in by_groups.items():
         found = _unequal(states, held_by, sync_module_states)
         problem = problem or found
-    raise_together(problem, groups_of(model), PlanError)  # parallel ranks, which groups do not reach
+    # parallel ranks, which groups do not reach
+    raise_together(problem, groups_of(model), PlanError)
 
 
 def _copied(state: Tensor, groups: Groups) -> Groups:
@@ -78,7 +83,9 @@ def _copied(state: Tensor, groups: Groups) -> Groups:
     return tuple(group for group in groups if dist.get_process_group_ranks(group) not in split)
 
 
-def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: bool) -> PlanError | None:
+def _unequal(
+    states: Mapping[str, Tensor], groups: Groups, sync_module_states: bool
+) -> PlanError | None:
     """Return the error for states that are not alike on all ranks, None if they are. Collective."""
     samples: list[Any] = _samples(states.values())
     if sync_module_states:  # only the place matters, since the values are overwritten
@@ -110,19 +117,19 @@ def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: b
     others = [str(rank) for rank, each in by_rank.items() if each != by_rank[first]]
     return PlanError(
         f"{fqn} has different values on rank {listing(others, 8)} than on rank {first}; "
-        f"{len(differing)} of {len(states)} parameters and buffers differ. Each rank shards its own "
-        "copy of the model, so all copies must be equal. Call torch.manual_seed(0) on every rank "
-        "before the model is built, or pass sync_module_states=True to broadcast the first rank's "
-        "values."
+        f"{len(differing)} of {len(states)} parameters and buffers differ. Each rank shards its "
+        "own copy of the model, so all copies must be equal. Call torch.manual_seed(0) on every "
+        "rank before the model is built, or pass sync_module_states=True to broadcast the first "
+        "rank's values."
     )
 
 
 def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) -> None:
     """Overwrite each tensor with that of the first rank of each group in turn, in place.
 
-    Collective over ``groups``. States have the same shapes on all ranks; of a DTensor it is the local
-    part. ``groups`` are those of a mesh's axes, the replicating one first, and ``device`` is the type
-    of its device.
+    Collective over ``groups``. States have the same shapes on all ranks; of a DTensor it is the
+    local part. ``groups`` are those of a mesh's axes, the replicating one first, and ``device`` is
+    the type of its device.
     """
     with torch.no_grad():
         for state in states:
@@ -157,7 +164,9 @@ def _samples(states: Iterable[Tensor]) -> list[list[list[int]] | None]:
 
 
 def _sample(tensor: Tensor) -> list[int]:
-    """The bits of a few elements of a dense tensor, as integers: NaN equals itself, 0.0 not -0.0."""
+    """The bits of a few elements of a dense tensor, as integers: NaN equals itself,
+    0.0 not -0.0.
+    """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().view(_BITS[tensor.itemsize])

@@ -1,4 +1,6 @@
-"""MeshSpec and DeviceMesh: the only module that builds meshes, or a process group if there is none."""
+"""MeshSpec and DeviceMesh: the only module that builds meshes, or a process group if
+there is none.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,28 @@ from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.ranks import accelerator, all_gather_bytes, device_type
 
-# This rank's index on its host: torchrun, SLURM, Open MPI, Intel MPI, MVAPICH2, Cray PALS and MPICH.
-_LOCAL_RANKS = "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD_LOCAL_RANK"
+# This rank's index on its host: torchrun, SLURM, Open MPI, Intel MPI, MVAPICH2, Cray PALS and
+# MPICH.
+_LOCAL_RANKS = (
+    "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD_LOCAL_RANK"
+)
 _LOCAL_RANKS += " PALS_LOCAL_RANKID PMI_LOCAL_RANK"
 
 logger = logging.getLogger("shardkit")
 
 
 def ensure_process_group() -> None:
-    """Initialize torch.distributed unless it is already: from torchrun's variables, or as a single process.
+    """Initialize torch.distributed unless it is already: from torchrun's variables, or as a single
+    process.
 
-    Collective under torchrun: every rank must call. With an accelerator this selects the rank's own device, and both it
-    and the CPU get a backend, so that offloaded shards can be reduced. The group is destroyed when the process ends.
+    Collective under torchrun: every rank must call. With an accelerator this selects the rank's own
+    device, and both it and the CPU get a backend, so that offloaded shards can be reduced. The
+    group is destroyed when the process ends.
     """
     if dist.is_initialized():
         return
-    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ  # some hosts always set MASTER_ADDR
+    # some hosts always set MASTER_ADDR
+    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(_local_device(torch.accelerator.device_count()))
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(accelerator())
@@ -45,51 +53,63 @@ def ensure_process_group() -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         logger.warning(
-            "shardkit: no process group and no torchrun, so this process trains alone (world size 1). To use another "
-            "group, call init_process_group before this, or destroy_process_group() first"
+            "shardkit: no process group and no torchrun, so this process trains alone (world size "
+            "1). To use another group, call init_process_group before this, or "
+            "destroy_process_group() first"
         )
     assert dist.group.WORLD is not None, "just made"
     atexit.register(_destroy, weakref.ref(dist.group.WORLD))
 
 
 def _local_device(count: int) -> int:
-    """Return the index of this rank's device among ``count`` visible ones; a launcher may show each rank its own."""
+    """Return the index of this rank's device among ``count`` visible ones; a launcher may show each
+    rank its own.
+    """
     named = [int(os.environ[name]) for name in _LOCAL_RANKS.split() if name in os.environ]
     return 0 if count == 1 else (*named, int(os.environ.get("RANK", 0)) % count)[0]
 
 
 def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
-    """Destroy all groups if the default is still ours, unless an error ends the process: others may not get here."""
+    """Destroy all groups if the default is still ours, unless an error ends the process: others may
+    not get here.
+    """
     if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
         if accelerator() == "cpu":
-            # Gloo's threads free the last collective's tensors, which aborts once Python ends (pytorch#190489).
+            # Gloo's threads free the last collective's tensors, which aborts once Python ends
+            # (pytorch#190489).
             time.sleep(0.1)
 
 
 def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
-    """Return the MeshSpec of what a user passed as ``mesh``; local. None is all ranks in one axis."""
+    """Return the MeshSpec of what a user passed as ``mesh``; local. None is all ranks
+    in one axis.
+    """
     if isinstance(mesh, MeshSpec):
         return mesh
     if mesh is None:
-        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        world = (
+            dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        )
         return MeshSpec.sharded(world)
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(
-            f"mesh must be a DeviceMesh, a MeshSpec or None, got {type(mesh).__name__}. None is all "
-            "ranks in one axis. Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)."
+            f"mesh must be a DeviceMesh, a MeshSpec or None, got {type(mesh).__name__}. None is "
+            "all ranks in one axis. Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, "
+            "shard)."
         )
     names = mesh.mesh_dim_names
     if names == ("dp", "sp"):
         raise PlanError(
-            "mesh is the whole of training_mesh, and parameters shard over both of its axes. Of two "
-            "axes the first replicates. Leave mesh out, or pass MeshSpec.hybrid(replicate, shard)."
+            "mesh is the whole of training_mesh, and parameters shard over both of its axes. Of "
+            "two axes the first replicates. Leave mesh out, or pass MeshSpec.hybrid(replicate, "
+            "shard)."
         )
     if mesh.ndim > 1 and names is None:
         raise PlanError(
-            f"mesh must have axis names, got a DeviceMesh of shape {tuple(mesh.shape)} without. Pass "
-            'mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of one '
-            "axis."
+            f"mesh must have axis names, got a DeviceMesh of shape {tuple(mesh.shape)} without. "
+            'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh '
+            "of one axis."
         )
     return MeshSpec(tuple(mesh.shape), tuple(names) if names else ("dp_shard",))
 
@@ -97,14 +117,17 @@ def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
 def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
     """Build the mesh of all ranks with one axis for each way to divide the work: ``("dp", "sp")``.
 
-    Ranks along "dp" have batches of their own; adjacent ranks along "sp" share a batch, each with a part of every
-    sequence (``shardkit.sequence``). Parameters are sharded over both: call ``shard_model`` without ``mesh``.
+    Ranks along "dp" have batches of their own; adjacent ranks along "sp" share a batch, each with a
+    part of every sequence (``shardkit.sequence``). Parameters are sharded over both: call
+    ``shard_model`` without ``mesh``.
 
-    **Collective**: every rank must call. The process group is made if there is none, as by ``shard_model``.
+    **Collective**: every rank must call. The process group is made if there is none, as by
+    ``shard_model``.
 
     Args:
         sp: ranks that share a sequence; a divisor of the number of ranks.
-        device: the mesh's device type; None is the accelerator, or the CPU if only gloo could serve it.
+        device: the mesh's device type; None is the accelerator, or the CPU if only gloo could serve
+            it.
 
     Raises:
         PlanError: ``sp`` does not divide the number of ranks.
@@ -122,13 +145,17 @@ def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
 
 
 def build_mesh(spec: MeshSpec, device: str | None = None) -> DeviceMesh:
-    """Build the DeviceMesh over all ranks that ``spec`` describes. Collective: every rank must call."""
+    """Build the DeviceMesh over all ranks that ``spec`` describes. Collective: every rank must
+    call.
+    """
     mesh = init_device_mesh(device or device_type(), spec.shape, mesh_dim_names=spec.axis_names)
     return with_timeout_of_world(mesh)
 
 
 def unit_meshes(mesh: DeviceMesh, plan: ShardingPlan) -> dict[str | None, DeviceMesh]:
-    """Return the mesh for each ``ShardUnit.mesh`` of the plan, and for None. Collective when axes are joined first."""
+    """Return the mesh for each ``ShardUnit.mesh`` of the plan, and for None. Collective when axes
+    are joined first.
+    """
     spec = plan.mesh
     cut = len(spec.shape) - spec.shard_axes
     replicate, shard = spec.axis_names[:cut], spec.axis_names[cut:]
@@ -139,13 +166,17 @@ def unit_meshes(mesh: DeviceMesh, plan: ShardingPlan) -> dict[str | None, Device
     return meshes
 
 
-def mesh_of_groups(spec: MeshSpec, groups: Sequence[dist.ProcessGroup], device: str | None = None) -> DeviceMesh:
+def mesh_of_groups(
+    spec: MeshSpec, groups: Sequence[dist.ProcessGroup], device: str | None = None
+) -> DeviceMesh:
     """Build the DeviceMesh of ``spec`` on process groups that exist. Collective over the groups.
 
     Args:
         spec: the mesh's shape, in ranks, and axis names.
-        groups: this rank's group of each axis; for two axes the second may be left out if it has one rank.
-        device: the mesh's device type; None is the accelerator, or the CPU if only gloo could serve it.
+        groups: this rank's group of each axis; for two axes the second may be left out if it has
+            one rank.
+        device: the mesh's device type; None is the accelerator, or the CPU if only gloo could serve
+            it.
     """
     device = device or device_type()
     if len(spec.shape) == 1:
@@ -155,7 +186,9 @@ def mesh_of_groups(spec: MeshSpec, groups: Sequence[dist.ProcessGroup], device: 
     replicate, shard = groups
     mine = json.dumps(dist.get_process_group_ranks(shard)).encode()
     table = [json.loads(row) for row in all_gather_bytes(mine, replicate)]
-    return DeviceMesh.from_group([replicate, shard], device, torch.tensor(table), mesh_dim_names=spec.axis_names)
+    return DeviceMesh.from_group(
+        [replicate, shard], device, torch.tensor(table), mesh_dim_names=spec.axis_names
+    )
 
 
 def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
@@ -173,12 +206,14 @@ def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
         return
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(
-            f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}. Leave it out, or pass the "
-            "mesh to plan_model."
+            f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}. Leave it out, or pass "
+            "the mesh to plan_model."
         )
     found = spec_of(mesh)
     if found.shape != spec.shape or found.axis_names != spec.axis_names:
-        raise PlanError(f"mesh is {found}, and the plan was made for {spec}. Make the plan with this mesh.")
+        raise PlanError(
+            f"mesh is {found}, and the plan was made for {spec}. Make the plan with this mesh."
+        )
     if mesh.device_type not in ("cpu", accelerator()):
         raise PlanError(
             f"mesh is on {mesh.device_type!r}, and this process has {accelerator()!r}. "

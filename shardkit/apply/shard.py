@@ -1,6 +1,7 @@
 """Applying a plan: the only module that calls ``fully_shard``. Nothing is decided here.
 
-:func:`apply_agreed` is the whole way in order: agree, compare, build the mesh, broadcast, shard, prepare to run.
+:func:`apply_agreed` is the whole way in order: agree, compare, build the mesh, broadcast, shard,
+prepare to run.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ def apply_plan(
 ) -> nn.Module:
     """Shard ``model`` as ``plan`` says, in place, and return it.
 
-    Collective: every rank of the mesh must call. Before anything is changed, the ranks compare their
-    plans and a sample of their values, in two all-reduces of 16 bytes. Parameters on the meta device
-    stay there, for ``materialize``.
+    Collective: every rank of the mesh must call. Before anything is changed, the ranks compare
+    their plans and a sample of their values, in two all-reduces of 16 bytes. Parameters on the meta
+    device stay there, for ``materialize``.
 
     Args:
         model: the model that the plan was made for; its parameters become DTensors, its classes
             FSDPModules.
         plan: what ``plan_model`` returned, perhaps edited with ``dataclasses.replace``.
         mesh: the mesh to shard on, of the plan's shape; None builds one over all ranks.
-        sync_module_states: broadcast the first rank's parameters and buffers, as for ``shard_model``.
+        sync_module_states: broadcast the first rank's parameters and buffers, as for
+            ``shard_model``.
 
     Raises:
-        PlanError: the plan is not consistent, does not fit the model or the mesh, or differs between
-            ranks, or ranks start from different values. Raised on every rank, with the model
-            unchanged.
+        PlanError: the plan is not consistent, does not fit the model or the mesh, or differs
+            between ranks, or ranks start from different values. Raised on every rank, with the
+            model unchanged.
     """
     return apply_agreed(model, lambda: plan, mesh, sync_module_states)
 
@@ -111,10 +113,10 @@ def carry_out(
 ) -> None:
     """Shard ``model`` as ``plan`` says, checked and the same on all ranks. Collective; in place.
 
-    ``before`` is called with each unit right before it is sharded; it is collective, and may replace
-    its parameters. ``after`` is called right after, with the parameters by FQN that were sharded; it
-    is local. Raises PlanError on every rank where torch could not shard the model on one of
-    them. It has to be built again.
+    ``before`` is called with each unit right before it is sharded; it is collective, and may
+    replace its parameters. ``after`` is called right after, with the parameters by FQN that were
+    sharded; it is local. Raises PlanError on every rank where torch could not shard the model on
+    one of them. It has to be built again.
     """
     meshes = unit_meshes(mesh, plan)
     attributes = ParamAttrs(model)
@@ -129,7 +131,11 @@ def carry_out(
                 _begin(model, plan)
             ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
             for unit in units:
-                originals = {fqn: model.get_parameter(fqn) for fqn in unit.params} if after is not None else {}
+                originals = (
+                    {fqn: model.get_parameter(fqn) for fqn in unit.params}
+                    if after is not None
+                    else {}
+                )
                 _shard_unit(model, owners, unit, meshes[unit.mesh], ignored)
                 if after is not None:
                     after(unit, originals)
@@ -197,9 +203,9 @@ def _shard_unit(
             if model.get_parameter(fqn) is param:
                 failed = fqn
         raise PlanError(
-            f"{failed} could not be sharded by torch, {type(error).__name__}: {error}. The model is "
-            "sharded in part now and cannot be used; build it again. See the cause, or pass it in "
-            "ignored_params."
+            f"{failed} could not be sharded by torch, {type(error).__name__}: {error}. The model "
+            "is sharded in part now and cannot be used; build it again. See the cause, or pass it "
+            "in ignored_params."
         ) from error
 
 
@@ -234,7 +240,8 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
         _prefetch(model, plan)
     for made in fsdp_units(model):
         if made.post_forward_mesh_info not in (None, made.mesh_info):
-            with_timeout_of_world(made.post_forward_mesh_info.mesh)  # made by fully_shard for an int
+            # made by fully_shard for an int
+            with_timeout_of_world(made.post_forward_mesh_info.mesh)
     for unit in plan.units:
         if unit.reshard_after_forward is False and "" not in unit.modules:
             # torch warns that in-place changes of a view would remove the hook that gathers for
@@ -253,7 +260,9 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
     for unit in plan.units:
         module: Any = model.get_submodule(unit.modules[0])
         is_checkpointed = bool(unit.checkpoint_activations)
-        made[unit] = SkippableUnit(unit.name, module, unit.may_skip, unit in inside, is_checkpointed, exchange)
+        made[unit] = SkippableUnit(
+            unit.name, module, unit.may_skip, unit in inside, is_checkpointed, exchange
+        )
     for caller, called in callers(plan).items():
         made[caller].calls.extend(made[unit] for unit in called)
     watch_calls([made[caller] for caller in callers(plan)])

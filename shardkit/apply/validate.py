@@ -1,4 +1,6 @@
-"""Whether a plan, a model and a device fit each other: what can be refused before the model is changed."""
+"""Whether a plan, a model and a device fit each other: what can be refused before the model is
+changed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from shardkit.planning.build import method_problems
 from shardkit.planning.tree import ModelTree, assign, tie_problem
 
 
-def check_plan(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None, apart: Collection[str] = ()) -> None:
+def check_plan(
+    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None, apart: Collection[str] = ()
+) -> None:
     """Raise one PlanError that lists why ``plan`` cannot be applied to ``model``; local.
 
     ``apart`` are FQNs of modules that are sharded already on purpose, as FSDP1 nested its wrappers,
@@ -52,7 +56,10 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
     """
     problems = []
     if not tree.params:
-        problems.append(f"model has no parameters to shard, a {type(tree.root.module).__name__}. Pass the whole model.")
+        problems.append(
+            f"model has no parameters to shard, a {type(tree.root.module).__name__}. Pass the "
+            "whole model."
+        )
     skipped = set()
     for fqn in apart:
         node = tree.find(fqn)
@@ -63,8 +70,8 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
     if sharded:
         problems.append(
             f"{listing(sharded, 6)} is sharded already. A model is sharded once, by one plan. To "
-            "share it between models, shard their other parts by themselves. For another plan, build "
-            "it again."
+            "share it between models, shard their other parts by themselves. For another plan, "
+            "build it again."
         )
     # DTensors over later axes of the mesh may be experts, which is known once there is a plan.
     first_axis = set((mesh.mesh_dim_names or ())[:1]) if mesh is not None else set()
@@ -76,9 +83,10 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
                 split.append(fqn)
     if split:
         problems.append(
-            f"{listing(split, 6)} is a DTensor already. Parameters may be DTensors only on other axes "
-            "of the mesh, as after tensor parallelism. Pass the data-parallel sub-mesh of the mesh "
-            'they are on, as in mesh=world_mesh["dp"], with the axis of experts if a rule shards them.'
+            f"{listing(split, 6)} is a DTensor already. Parameters may be DTensors only on other "
+            "axes of the mesh, as after tensor parallelism. Pass the data-parallel sub-mesh of "
+            'the mesh they are on, as in mesh=world_mesh["dp"], with the axis of experts if a '
+            "rule shards them."
         )
     refuse(problems)
 
@@ -116,8 +124,8 @@ def _wrong_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         if set(params) != set(unit.params):
             mine, given = listing(params, 6) or "nothing", listing(unit.params, 6) or "nothing"
             yield (
-                f"{unit.name} would own {mine}, not {given}. Each parameter belongs to the innermost "
-                "unit around it. Make the plan with plan_model."
+                f"{unit.name} would own {mine}, not {given}. Each parameter belongs to the "
+                "innermost unit around it. Make the plan with plan_model."
             )
 
 
@@ -127,8 +135,8 @@ def _pinned_without_accelerator(plan: ShardingPlan) -> Iterator[str]:
     pinned = [u.name for u in plan.units if getattr(u.offload_policy, "pin_memory", False)]
     if pinned:
         yield (
-            f"offload_policy is CPUOffloadPolicy(pin_memory=True) for {listing(pinned, 6)}, and there "
-            "is no accelerator. Use CPUOffloadPolicy(pin_memory=False)."
+            f"offload_policy is CPUOffloadPolicy(pin_memory=True) for {listing(pinned, 6)}, and "
+            "there is no accelerator. Use CPUOffloadPolicy(pin_memory=False)."
         )
 
 
@@ -143,8 +151,9 @@ def _unshardable_integers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
                 found.append(fqn)
     if found:
         yield (
-            f"{listing(found, 6)} is of {tree.params[found[0]].dtype}, which torch {torch.__version__} "
-            "cannot shard. Upgrade to torch 2.13, or pass it in ignored_params."
+            f"{listing(found, 6)} is of {tree.params[found[0]].dtype}, which torch "
+            f"{torch.__version__} cannot shard. Upgrade to torch 2.13, or pass it in "
+            "ignored_params."
         )
 
 
@@ -167,7 +176,9 @@ def _same_memory(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 
 
 def _split_wrongly(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    """A parameter must be split over the axes that its unit leaves out, as experts, and no others."""
+    """A parameter must be split over the axes that its unit leaves out, as experts,
+    and no others.
+    """
     for unit in plan.units:
         splits = plan.mesh.splits(unit.mesh)
         wanted = {axis for axis, size in splits.items() if size > 1}
@@ -181,18 +192,18 @@ def _split_wrongly(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         if whole:
             yield (
                 f"{listing(whole, 6)} is not split over {listing(sorted(wanted))}, in the unit "
-                f"{unit.name} on {plan.mesh_of(unit)}. Gradients are not reduced over the axes that a "
-                "unit leaves out, so each rank must hold another part. Split it first, as by "
-                f"distribute_tensor(param, mesh[{min(wanted)!r}], [Shard(0)]), or leave it to a unit "
-                "without mesh=."
+                f"{unit.name} on {plan.mesh_of(unit)}. Gradients are not reduced over the axes "
+                "that a unit leaves out, so each rank must hold another part. Split it first, as "
+                f"by distribute_tensor(param, mesh[{min(wanted)!r}], [Shard(0)]), or leave it to a "
+                "unit without mesh=."
             )
         if already:
             axes = listing(sorted(others & _axes(tree.params[already[0]])))
             module = already[0].rpartition(".")[0]
             yield (
-                f"{listing(already, 6)} is a DTensor over {axes} already. Parameters may be DTensors "
-                "only on axes that their unit is not sharded on. Shard it on the axis before, as by "
-                f'by_name("{module}", mesh="efsdp").'
+                f"{listing(already, 6)} is a DTensor over {axes} already. Parameters may be "
+                "DTensors only on axes that their unit is not sharded on. Shard it on the axis "
+                f'before, as by by_name("{module}", mesh="efsdp").'
             )
 
 

@@ -1,4 +1,6 @@
-"""Save and load model and optimizer state on disk: standard files that all ranks write and read in parallel."""
+"""Save and load model and optimizer state on disk: standard files that all ranks write and read in
+parallel.
+"""
 
 from shardkit.checkpoint.background import SaveHandle as SaveHandle
 from shardkit.checkpoint.convert import convert_checkpoint as convert_checkpoint

@@ -1,4 +1,6 @@
-"""Saves in the background: a copy of the state in CPU memory, a thread that writes it, and a handle."""
+"""Saves in the background: a copy of the state in CPU memory, a thread that writes it, and a
+handle.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def _report_unseen() -> None:
 
 
 # Collectives of two threads on one group would be matched with each other.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def background_groups(groups: Groups) -> Groups:

@@ -1,6 +1,7 @@
 """Write and read parts of tensors at their places in files: byte ranges, and checksums of files.
 
-A file holds a tensor row by row. The part of a rank is a box of the tensor, so it lies there in runs of equal length.
+A file holds a tensor row by row. The part of a rank is a box of the tensor, so it lies there in
+runs of equal length.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ def part_of(tensor: Tensor) -> Part:
 
 
 def runs_of(box: Box, shape: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each contiguous run of a box starts in the full tensor, and their length, in elements. Pure."""
+    """Return where each contiguous run of a box starts in the full tensor, and their length, in
+    elements. Pure.
+    """
     if any(size == 0 for _, size in box):
         return [], 0
-    whole = len(shape)  # the dims from here on are in the box whole; a run is a range of the dim before
+    # the dims from here on are in the box whole; a run is a range of the dim before
+    whole = len(shape)
     while whole > 0 and box[whole - 1] == (0, shape[whole - 1]):
         whole -= 1
     outer = max(whole - 1, 0)
@@ -57,9 +61,11 @@ def runs_of(box: Box, shape: Sequence[int]) -> tuple[list[int], int]:
 
 
 def staged(part: Part, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Box]]:
-    """Yield a part some rows at a time: the view of it, CPU memory for its values, and its box. Local.
+    """Yield a part some rows at a time: the view of it, CPU memory for its values, and its box.
+    Local.
 
-    The memory is the view itself where it lies as in the file, else a buffer, for the caller to copy.
+    The memory is the view itself where it lies as in the file, else a buffer, for the caller to
+    copy.
     """
     values, box = part
     on_cpu = values.device.type == "cpu"
@@ -85,7 +91,10 @@ def _file_runs(memory: Tensor, box: Box, entry: Entry) -> Iterator[tuple[memoryv
     size = entry.dtype.itemsize
     data = raw(memory)
     for number, start in enumerate(starts):
-        yield data[number * length * size : (number + 1) * length * size], entry.start + start * size
+        yield (
+            data[number * length * size : (number + 1) * length * size],
+            entry.start + start * size,
+        )
 
 
 def write_parts(
@@ -152,12 +161,14 @@ def read_parts(jobs: Iterable[tuple[Entry, Part]]) -> None:
                         view.copy_(memory)
 
 
-# ---- checksums: the sum of a file's bytes as little-endian 64-bit words, mod 2**64, however it is cut ----------
+# ---- checksums: the sum of a file's bytes as little-endian 64-bit words, mod 2**64, however it is
 
 
 def bytes_sum(data: bytes | memoryview | Tensor, start: int) -> int:
     """Return what bytes that lie at ``start`` in a file add to its checksum. Pure."""
-    flat = data if isinstance(data, Tensor) else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    flat = (
+        data if isinstance(data, Tensor) else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    )
     total = 0
     for first in range(0, flat.numel(), STAGE):
         words = flat[first : first + STAGE]
@@ -184,7 +195,9 @@ def _part_sum(memory: Tensor, box: Box, entry: Entry) -> int:
 
 
 def file_sums(sizes: Mapping[Path, int], share: int, shares: int) -> list[int]:
-    """Return what every ``shares``-th block of all files, from number ``share`` on, adds to each file's checksum."""
+    """Return what every ``shares``-th block of all files, from number ``share`` on, adds to each
+    file's checksum.
+    """
     buffer = torch.empty(STAGE, dtype=torch.uint8)
     sums, number = [], 0
     for file, size in sizes.items():
@@ -202,7 +215,7 @@ def file_sums(sizes: Mapping[Path, int], share: int, shares: int) -> list[int]:
     return sums
 
 
-# ---- files ------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -216,7 +229,9 @@ def open_file(path: Path, flags: int) -> Iterator[int]:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, to read and to write. Valid while the tensor lives."""
+    """Return the memory of a contiguous CPU tensor, to read and to write. Valid while the tensor
+    lives.
+    """
     assert not has_own_dispatch(type(tensor)), "a wrapper has no memory: its data_ptr() is 0"
     if not tensor.numel():
         return memoryview(b"")
@@ -231,7 +246,9 @@ def write_all(descriptor: int, data: memoryview, start: int) -> None:
 
 
 def read_all(descriptor: int, data: memoryview, start: int) -> None:
-    """Fill the memory from ``start`` bytes into the file; raise OSError if the file ends before that."""
+    """Fill the memory from ``start`` bytes into the file; raise OSError if the file ends before
+    that.
+    """
     while data:
         count = os.preadv(descriptor, [data], start)
         if count == 0:
@@ -254,6 +271,8 @@ def flush_file(path: Path) -> None:
 
 
 def flush_directory(path: Path) -> None:
-    """Flush the names in a directory to the disk. Local; some network file systems refuse, and do not need it."""
+    """Flush the names in a directory to the disk. Local; some network file systems refuse, and do
+    not need it.
+    """
     with open_file(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor, suppress(OSError):
         os.fsync(descriptor)

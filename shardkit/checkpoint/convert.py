@@ -28,23 +28,30 @@ KINDS = ("safetensors", "dcp", "full")
 
 
 def convert_checkpoint(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, to: str | None = None, overwrite: bool = False
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    overwrite: bool = False,
 ) -> None:
-    """Convert the checkpoint at ``src`` to another kind, at ``dst``. Local: one process, without a model.
+    """Convert the checkpoint at ``src`` to another kind, at ``dst``. Local: one process, without a
+    model.
 
-    Holds the whole checkpoint in memory. Where it is too large for one process, load it with :func:`load_checkpoint` on
-    several ranks, and save that.
+    Holds the whole checkpoint in memory. Where it is too large for one process, load it with
+    :func:`load_checkpoint` on several ranks, and save that.
 
     Args:
         src: anything that :func:`load_checkpoint` reads.
         dst: a directory, or for ``"full"`` a file.
-        to: ``"safetensors"`` as :func:`save_checkpoint`; ``"dcp"``; ``"full"``, a file of ``torch.save`` with
-            ``{"model": ..., "optimizer": ...}`` in full tensors by FQN, which FSDP1 loads as FULL_STATE_DICT. None:
-            ``"full"`` for a ``dst`` that ends in .pt, .pth, .bin or .ckpt, else ``"safetensors"``.
+        to: ``"safetensors"`` as :func:`save_checkpoint`; ``"dcp"``; ``"full"``, a file of
+            ``torch.save`` with ``{"model": ..., "optimizer": ...}`` in full tensors by FQN, which
+            FSDP1 loads as FULL_STATE_DICT. None: ``"full"`` for a ``dst`` that ends in .pt, .pth,
+            .bin or .ckpt, else ``"safetensors"``.
         overwrite: replace an existing checkpoint or file.
 
     Raises:
-        CheckpointError: ``src`` is damaged or of no known kind, ``dst`` exists, or ``to`` is unknown.
+        CheckpointError: ``src`` is damaged or of no known kind, ``dst`` exists, or ``to`` is
+            unknown.
     """
     place = Path(dst).absolute()
     kind = to or ("full" if place.suffix in SUFFIXES else "safetensors")
@@ -53,7 +60,9 @@ def convert_checkpoint(
     if kind == "safetensors":
         directory.prepare(place, overwrite)
     elif place.is_dir() or (place.exists() and not overwrite):
-        raise CheckpointError(f"{place} exists. Use another path, or for a file pass overwrite=True.")
+        raise CheckpointError(
+            f"{place} exists. Use another path, or for a file pass overwrite=True."
+        )
     source = open_checkpoint(Path(src))
     if isinstance(source, NativeCheckpoint):
         source.verify([], 0, 1)
@@ -67,7 +76,9 @@ def convert_checkpoint(
         shutil.rmtree(draft, ignore_errors=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=ALONE)
-            save(_tree(source), storage_writer=FileSystemWriter(draft, sync_files=True), no_dist=True)
+            save(
+                _tree(source), storage_writer=FileSystemWriter(draft, sync_files=True), no_dist=True
+            )
     os.replace(draft, place)
     flush_directory(place.parent)
 
@@ -93,8 +104,8 @@ def _write_safetensors(source: Source, place: Path) -> None:
     for group in [] if optimizer is None else optimizer["param_groups"]:
         if any(type(name) is int for name in group["params"]):
             raise CheckpointError(
-                "optimizer numbers its parameters. Numbers count the parameters of a model. Load it into the model "
-                "with load_checkpoint, and save that."
+                "optimizer numbers its parameters. Numbers count the parameters of a model. Load "
+                "it into the model with load_checkpoint, and save that."
             )
     tensors: dict[str, Any] = {}
     extra_state: dict[str, Any] = {}
@@ -120,16 +131,28 @@ def _extra(source: Source) -> Any:
     return source.resume(0, 1, random=False) if isinstance(source, NativeCheckpoint) else None
 
 
-# ---- the command ------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def add_parser(commands: Any) -> Any:
-    """Add the parser of the command to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
-    about = "Read any checkpoint that shardkit.load_checkpoint reads, and write it in another format, in one process."
-    parser = commands.add_parser("convert", help="convert a checkpoint to another format", description=about)
+    """Add the parser of the command to ``commands``, which ``ArgumentParser.add_subparsers``
+    returned.
+    """
+    about = (
+        "Read any checkpoint that shardkit.load_checkpoint reads, and write it in another format, "
+        "in one process."
+    )
+    parser = commands.add_parser(
+        "convert", help="convert a checkpoint to another format", description=about
+    )
     parser.add_argument("src", metavar="SRC", help="a checkpoint: directory or file")
-    parser.add_argument("dst", metavar="DST", help="where to write: a directory, or a file for --to full")
-    kinds = "safetensors and dcp are directories, full is a file of torch.save as FSDP1's FULL_STATE_DICT"
+    parser.add_argument(
+        "dst", metavar="DST", help="where to write: a directory, or a file for --to full"
+    )
+    kinds = (
+        "safetensors and dcp are directories, full is a file of torch.save as FSDP1's "
+        "FULL_STATE_DICT"
+    )
     parser.add_argument("--to", choices=KINDS, help=f"{kinds} (default: by the suffix of DST)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing DST")
     return parser

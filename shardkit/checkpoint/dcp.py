@@ -1,7 +1,7 @@
 """A directory of torch.distributed.checkpoint (DCP) as a source. torch's own reader does the work.
 
-A pickle can run code, so ``.metadata`` is first unpickled with a list of the names that torch writes there, and values
-that are not tensors with ``weights_only``.
+A pickle can run code, so ``.metadata`` is first unpickled with a list of the names that torch
+writes there, and values that are not tensors with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from shardkit.errors import CheckpointError
 from shardkit.shards import covers
 
 DCP_NAME = ".metadata"
-ALONE = "torch.distributed is (disabled|unavailable)"  # what torch says of a save or load in one process
+# what torch says of a save or load in one process
+ALONE = "torch.distributed is (disabled|unavailable)"
 _CLASSES = "torch.distributed.checkpoint.metadata"
 # What torch 2.0 to 2.15 writes. Paths are of the class of the system that saved.
 _ADMITTED = {
@@ -35,7 +36,11 @@ _ADMITTED = {
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    *(
+        (module, name)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath")
+    ),
 }
 
 
@@ -51,7 +56,9 @@ class DcpDirectory:
         leaves: dict[str, Any] = {}
         for key, each in found.state_dict_metadata.items():
             if isinstance(each, torchs.TensorStorageMetadata):
-                boxes = {tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in each.chunks}
+                boxes = {
+                    tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in each.chunks
+                }
                 if not covers(boxes, each.size):
                     raise self._damaged(f"the chunks of {key} do not fill it")
                 leaves[key] = Stored(each.properties.dtype, each.size, key)
@@ -62,18 +69,27 @@ class DcpDirectory:
                     data = file.read(info.length)
                 try:
                     leaves[key] = unpack(data)
-                except pickle.UnpicklingError:  # an object of the program that wrote it, perhaps of no use here
+                # an object of the program that wrote it, perhaps of no use here
+                except pickle.UnpicklingError:
                     continue
-        self.contents: Contents = contents_of(_nested(leaves, found.planner_data or {}), str(directory))
+        self.contents: Contents = contents_of(
+            _nested(leaves, found.planner_data or {}), str(directory)
+        )
 
     def _damaged(self, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._directory} is damaged: {problem}. Load an earlier checkpoint, or copy it again."
+            f"{self._directory} is damaged: {problem}. Load an earlier checkpoint, or copy it "
+            "again."
         )
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a part of. Local."""
-        reader, planner = FileSystemReader(self._directory), DefaultLoadPlanner(flatten_state_dict=False)
+        """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a
+        part of. Local.
+        """
+        reader, planner = (
+            FileSystemReader(self._directory),
+            DefaultLoadPlanner(flatten_state_dict=False),
+        )
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=ALONE)
@@ -101,6 +117,7 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in _ADMITTED or is_dtype:
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enums by it
+        # Python 3.11.0 to 3.11.3 pickle members of enums by it
+        if (module, name) == ("builtins", "getattr"):
             return lambda enum, member: enum.__members__[member]
         raise pickle.UnpicklingError(f"{DCP_NAME} has a pickled {module}.{name}")

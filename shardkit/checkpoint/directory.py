@@ -1,11 +1,14 @@
-"""The directory of a checkpoint: written under a hidden name, renamed when complete, found, and rotated.
+"""The directory of a checkpoint: written under a hidden name, renamed when complete, found, and
+rotated.
 
-During a save, these may be beside ``runs/step-100``, which is always complete, even if writers were killed::
+During a save, these may be beside ``runs/step-100``, which is always complete, even if writers were
+killed::
 
     .step-100.tmp   a checkpoint that is being written or deleted
     .step-100.old   a checkpoint that is being replaced, between two renames
 
-The manifest is the last file of a checkpoint that is written. It lists all others, with sizes and checksums.
+The manifest is the last file of a checkpoint that is written. It lists all others, with sizes and
+checksums.
 """
 
 from __future__ import annotations
@@ -39,21 +42,26 @@ def _replaced(path: Path) -> Path:
 
 
 def find(path: Path) -> Path:
-    """Return where a checkpoint is: at ``path``, or where a save that was killed between two renames left it."""
+    """Return where a checkpoint is: at ``path``, or where a save that was killed between two
+    renames left it.
+    """
     if path.exists():
         return path
     if _replaced(path).exists():
         return _replaced(path)
     raise CheckpointError(
-        f"{path} does not exist. Pass the path of a checkpoint, or latest_checkpoint() of the directory above."
+        f"{path} does not exist. Pass the path of a checkpoint, or latest_checkpoint() of the "
+        "directory above."
     )
 
 
-# ---- write: the first rank --------------------------------------------------------------------------------------
+# ---- write: the first rank -----------------------------------------------------------------------
 
 
 def prepare(path: Path, overwrite: bool) -> None:
-    """Raise unless a checkpoint may be written to ``path``; clear what a killed save left beside it."""
+    """Raise unless a checkpoint may be written to ``path``; clear what a killed save left beside
+    it.
+    """
     if not path.exists() and _replaced(path).exists():
         os.rename(_replaced(path), path)
     shutil.rmtree(draft_of(path), ignore_errors=True)
@@ -62,14 +70,15 @@ def prepare(path: Path, overwrite: bool) -> None:
         return
     if not (path / MANIFEST).is_file():
         raise CheckpointError(
-            f"{path} is not a checkpoint. Only a checkpoint of shardkit is ever replaced. Use another path."
+            f"{path} is not a checkpoint. Only a checkpoint of shardkit is ever replaced. Use "
+            "another path."
         )
     if not overwrite:
         raise CheckpointError(f"{path} exists. Use another path, or pass overwrite=True.")
     if foreign := _foreign_files(path):
         raise CheckpointError(
-            f"{path} has files that shardkit did not write: {listing(foreign)}. Replacing it would delete "
-            "them. Move them, or use another path."
+            f"{path} has files that shardkit did not write: {listing(foreign)}. Replacing it would "
+            "delete them. Move them, or use another path."
         )
 
 
@@ -104,10 +113,11 @@ def commit(path: Path, files: Mapping[str, tuple[int, int]], world_size: int) ->
 
 
 def clean_up(path: Path, keep: int | None) -> None:
-    """After a commit, delete what it replaced, and with ``keep`` all but the newest checkpoints of its family.
+    """After a commit, delete what it replaced, and with ``keep`` all but the newest checkpoints of
+    its family.
 
-    A family are siblings whose names differ only in numbers. ``path`` itself is never deleted, nor a
-    checkpoint with files that shardkit did not write. Links are only counted.
+    A family are siblings whose names differ only in numbers. ``path`` itself is never deleted, nor
+    a checkpoint with files that shardkit did not write. Links are only counted.
     """
     shutil.rmtree(_replaced(path), ignore_errors=True)
     if keep is None:
@@ -126,11 +136,13 @@ def clean_up(path: Path, keep: int | None) -> None:
             shutil.rmtree(draft_of(each), ignore_errors=True)
 
 
-# ---- read -------------------------------------------------------------------------------------------------------
+# ---- read ----------------------------------------------------------------------------------------
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; raise if it, or the size of a file, is not as it was written. Local."""
+    """Return the manifest of a checkpoint; raise if it, or the size of a file, is not as it was
+    written. Local.
+    """
     try:
         if not (directory / MANIFEST).is_file():  # opening a pipe would wait for its writer
             raise ValueError(f"there is no file {MANIFEST}")
@@ -138,8 +150,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         version = manifest["shardkit_checkpoint"]
         if version != VERSION:
             raise CheckpointError(
-                f"{directory} has version {version}, and this shardkit reads version {VERSION}. Its weights "
-                "load from the file model.safetensors in it, by strict=False if the model has extra state."
+                f"{directory} has version {version}, and this shardkit reads version {VERSION}. "
+                "Its weights load from the file model.safetensors in it, by strict=False if the "
+                "model has extra state."
             )
         int(manifest["created"])
         for name, (size, _) in manifest["files"].items():
@@ -148,18 +161,20 @@ def read_manifest(directory: Path) -> dict[str, Any]:
                 raise ValueError(f"{name} is not a file of {size:,} bytes")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{directory} is not a complete checkpoint ({type(error).__name__}: {error}). Load an earlier one: "
-            "latest_checkpoint() of the directory above returns the newest complete one."
+            f"{directory} is not a complete checkpoint ({type(error).__name__}: {error}). Load an "
+            "earlier one: latest_checkpoint() of the directory above returns the newest complete "
+            "one."
         ) from error
     return manifest
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint of shardkit in the directory ``root``, or None. Local, pure.
+    """Return the newest complete checkpoint of shardkit in the directory ``root``, or None. Local,
+    pure.
 
-    The newest is the one that was completed last, whatever its name. A checkpoint is complete if its
-    manifest is undamaged and every file has its size; leftovers of killed saves, unfinished saves and
-    other directories are not.
+    The newest is the one that was completed last, whatever its name. A checkpoint is complete if
+    its manifest is undamaged and every file has its size; leftovers of killed saves, unfinished
+    saves and other directories are not.
 
     Examples:
         >>> path = latest_checkpoint("runs")

@@ -1,7 +1,8 @@
 """The safetensors format: plan files that many ranks write, and find the tensors in files.
 
-A file is the length of its header in 8 bytes, the header in JSON, then the bytes of the tensors, in row-major order.
-The rules are those of the reference (https://github.com/huggingface/safetensors, ``tensor.rs``).
+A file is the length of its header in 8 bytes, the header in JSON, then the bytes of the tensors, in
+row-major order. The rules are those of the reference (https://github.com/huggingface/safetensors,
+``tensor.rs``).
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class NewFile(NamedTuple):
 def plan_files(
     directory: Path, stem: str, specs: Mapping[str, Spec], max_file_bytes: int | None = None
 ) -> tuple[list[NewFile], dict[str, Entry]]:
-    """Assign tensors to files in order, as transformers does, with an index if there are several. Pure.
+    """Assign tensors to files in order, as transformers does, with an index if there are several.
+    Pure.
 
     A larger tensor has a file to itself. By default a file has 5 GB, or more in a large model.
     """
@@ -114,8 +116,8 @@ def _plan_file(path: Path, specs: Mapping[str, Spec]) -> tuple[NewFile, dict[str
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
         raise CheckpointError(
-            f"{path.name}: {len(specs):,} tensors need a header of {len(text):,} bytes, and safetensors allows "
-            f"{_MAX_HEADER:,}. Pass a smaller max_shard_size, for more files."
+            f"{path.name}: {len(specs):,} tensors need a header of {len(text):,} bytes, and "
+            f"safetensors allows {_MAX_HEADER:,}. Pass a smaller max_shard_size, for more files."
         )
     header = len(text).to_bytes(8, "little") + text
     entries = {}
@@ -146,7 +148,10 @@ def read_header(file: Path) -> dict[str, Entry]:
     for name, info in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
         entry = Entry(DTYPES[info["dtype"]], torch.Size(info["shape"]), file, end)
         end += entry.bytes
-        if info["data_offsets"] != [entry.start - begin, end - begin] or min(entry.shape, default=0) < 0:
+        if (
+            info["data_offsets"] != [entry.start - begin, end - begin]
+            or min(entry.shape, default=0) < 0
+        ):
             raise ValueError(f"{name} of {entry.bytes} bytes lies at {info['data_offsets']}")
         entries[name] = entry
     if end != size:
@@ -173,12 +178,15 @@ def find_tensors(path: Path) -> dict[str, Entry]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {error}). Pass a safetensors file, a "
-            "*.safetensors.index.json, or a directory that has either, such as a snapshot of the hub."
+            "*.safetensors.index.json, or a directory that has either, such as a snapshot of the "
+            "hub."
         ) from error
 
 
 def _beside(index: Path, name: str) -> Path:
-    """Return a file that an index names: in its directory, or a blob of the hub's cache around it."""
+    """Return a file that an index names: in its directory, or a blob of the hub's
+    cache around it.
+    """
     root, file = index.parent.resolve(), (index.parent / name).resolve()
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     if Path(name).name != name or not (file.is_relative_to(root) or file.is_relative_to(blobs)):

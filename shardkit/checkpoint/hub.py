@@ -1,8 +1,9 @@
-"""The hub's layout of weights: transformers' own conversions, applied to one group of tensors at a time.
+"""The hub's layout of weights: transformers' own conversions, applied to one group of tensors at a
+time.
 
-transformers 5 renames, stacks, splits and permutes weights as it loads them, and undoes that as it saves. A
-:class:`Group` is what one of its converters takes and returns: the experts of a layer, for example. Tensors that are
-only renamed need none: a rank reads and writes its own bytes of them.
+transformers 5 renames, stacks, splits and permutes weights as it loads them, and undoes that as it
+saves. A :class:`Group` is what one of its converters takes and returns: the experts of a layer, for
+example. Tensors that are only renamed need none: a rank reads and writes its own bytes of them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from shardkit.shards import inside
 from shardkit.state.model import WRAPPERS, clean_name
 
 _FLOAT8 = {dtype for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize == 1}
-USED = "_weight_conversions"  # the attribute in which transformers records the conversions of a load, to undo them
+# the attribute in which transformers records the conversions of a load, to undo them
+USED = "_weight_conversions"
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether transformers 5 would convert weights for this model; with transformers 4 names are those of the files."""
+    """Whether transformers 5 would convert weights for this model; with transformers 4 names are
+    those of the files.
+    """
     found = sys.modules.get("transformers")
     is_new = found is not None and not found.__version__.startswith("4.")
     return is_new and isinstance(unwrapped(model), found.PreTrainedModel)  # type: ignore[union-attr]
@@ -39,7 +43,9 @@ def is_pretrained(model: nn.Module) -> bool:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers that clean FQNs leave out."""
-    while inner := next((each for name in WRAPPERS if (each := model._modules.get(name)) is not None), None):
+    while inner := next(
+        (each for name in WRAPPERS if (each := model._modules.get(name)) is not None), None
+    ):
         model = inner
     return model
 
@@ -55,7 +61,9 @@ def _transformers(module: str) -> Any:
 
 
 class _Unsharded:
-    """A model whose modules show the classes from before ``fully_shard``, by which conversions are looked up."""
+    """A model whose modules show the classes from before ``fully_shard``, by which conversions are
+    looked up.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -70,7 +78,7 @@ class _Unsharded:
             yield clean_name(name), shown
 
 
-# ---- groups ----------------------------------------------------------------------------------------------------
+# ---- groups --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -79,11 +87,16 @@ class Group:
 
     converter: Any  # a WeightConverter
     model: Any
-    sources: list[tuple[str, str]] = field(default_factory=list)  # names, each with the converter's pattern, in order
+    # names, each with the converter's pattern, in order
+    sources: list[tuple[str, str]] = field(default_factory=list)
     targets: dict[str, Tensor] = field(default_factory=dict)  # on meta, by name
 
-    def convert(self, name: str, read: Callable[[str], Tensor], rows: slice = slice(None)) -> dict[str, Tensor]:
-        """Convert what ``read`` returns to a first target ``name``; ``rows`` are those of stacked sources."""
+    def convert(
+        self, name: str, read: Callable[[str], Tensor], rows: slice = slice(None)
+    ) -> dict[str, Tensor]:
+        """Convert what ``read`` returns to a first target ``name``; ``rows`` are those of stacked
+        sources.
+        """
         one, by_pattern = copy.deepcopy(self.converter), dict[str, list[str]]()
         for source, pattern in self.sources:
             by_pattern.setdefault(pattern, []).append(source)
@@ -91,14 +104,20 @@ class Group:
             for source in sources[rows]:
                 one.add_tensor(name, source, pattern, read(source))
         made = one.convert(name, model=self.model, config=self.model.config)
-        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+        return {
+            target: value[0] if isinstance(value, list) else value for target, value in made.items()
+        }
 
     def load(self, parts: Mapping[str, Part], read: Callable[[str], Tensor]) -> None:
-        """Fill parts of the targets. Local; where sources are stacked, only this rank's rows of them are read."""
+        """Fill parts of the targets. Local; where sources are stacked, only this rank's rows of
+        them are read.
+        """
         first, *others = self.converter.operations
         core = _transformers("core_model_loading")
         is_stack = isinstance(first, core.MergeModulelist) and first.dim == 0
-        is_stack = is_stack and all(isinstance(op, core.Concatenate) and op.dim > 0 for op in others)
+        is_stack = is_stack and all(
+            isinstance(op, core.Concatenate) and op.dim > 0 for op in others
+        )
         rows = {box[0] for _, box in parts.values()} if is_stack else set()
         start, count = rows.pop() if len(rows) == 1 else (0, sys.maxsize)
         if not count:
@@ -107,11 +126,16 @@ class Group:
         for name, (values, box) in parts.items():
             lies = full_box(made[name].shape)
             if values.numel():
-                values.copy_(inside(made[name], ((start, count), *lies[1:]) if start else lies, box))
+                values.copy_(
+                    inside(made[name], ((start, count), *lies[1:]) if start else lies, box)
+                )
 
 
 def _grouped(
-    converters: list[Any], named: Iterable[tuple[str, str, str]], model: Any, specs: Mapping[str, Spec]
+    converters: list[Any],
+    named: Iterable[tuple[str, str, str]],
+    model: Any,
+    specs: Mapping[str, Spec],
 ) -> list[Group]:
     """Return groups of tensors with the same first target and the converter of the same pattern."""
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -125,26 +149,36 @@ def _grouped(
     return list(groups.values())
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------
 
 
 def check_float8(found: Mapping[str, Entry], tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise for float8 weights with scales that the model does not have. Local."""
     scaled = [name for name, at in found.items() if at.dtype in _FLOAT8]
     ends = ("_scale_inv", "_scale")
-    if scaled := [n for n in scaled if any(n + end in found and n + end not in tensors for end in ends)]:
+    if scaled := [
+        n for n in scaled if any(n + end in found and n + end not in tensors for end in ends)
+    ]:
         rule = "load_pretrained does not apply the scales of quantized weights"
         fix = "Load it with transformers and FineGrainedFP8Config(dequantize=True), and save that"
-        raise CheckpointError(message(where, f"has float8 weights with scales: {listing(scaled, 3)}", rule, fix))
+        raise CheckpointError(
+            message(where, f"has float8 weights with scales: {listing(scaled, 3)}", rule, fix)
+        )
 
 
 class HubFiles:
-    """The files ``found`` of a transformers model as a source, by the names of the model's ``tensors``."""
+    """The files ``found`` of a transformers model as a source, by the names of the model's
+    ``tensors``.
+    """
 
-    def __init__(self, model: Any, tensors: Mapping[str, Tensor], found: Mapping[str, Entry]) -> None:
+    def __init__(
+        self, model: Any, tensors: Mapping[str, Tensor], found: Mapping[str, Entry]
+    ) -> None:
         core, self._files = _transformers("core_model_loading"), Safetensors(found)
         self._stored = self._files.contents.model
-        mapping = _transformers("conversion_mapping").get_model_conversion_mapping(_Unsharded(model))
+        mapping = _transformers("conversion_mapping").get_model_conversion_mapping(
+            _Unsharded(model)
+        )
         renamings = [each for each in mapping if isinstance(each, core.WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, core.WeightConverter)]
         prefix = model.base_model_prefix
@@ -165,15 +199,25 @@ class HubFiles:
         self.used = [each for each in mapping if each.was_used()]  # for the save that undoes them
         specs: dict[str, Any] = {new: self._stored[name] for new, name in self._renamed.items()}
         specs |= {name: tensor for group in self._groups for name, tensor in group.targets.items()}
-        self.contents = Contents({name: Stored(each.dtype, each.shape, name) for name, each in specs.items()})
+        self.contents = Contents(
+            {name: Stored(each.dtype, each.shape, name) for name, each in specs.items()}
+        )
         unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=lost)
         getattr(model, "_adjust_missing_and_unexpected_keys")(unexpected)  # noqa: B009  leaves out old buffers
-        self.others = {name: Spec(torch.uint8, torch.Size([0])) for name in sorted(unexpected.unexpected_keys)}
+        self.others = {
+            name: Spec(torch.uint8, torch.Size([0])) for name in sorted(unexpected.unexpected_keys)
+        }
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill each target: renamed tensors from this rank's own bytes, a group's as :meth:`Group.load`. Local."""
+        """Fill each target: renamed tensors from this rank's own bytes, a group's as
+        :meth:`Group.load`. Local.
+        """
         wanted = dict(targets)
-        renamed = {name: self._stored[source].key for name, source in self._renamed.items() if name in wanted}
+        renamed = {
+            name: self._stored[source].key
+            for name, source in self._renamed.items()
+            if name in wanted
+        }
         self._files.read([(key, wanted[name]) for name, key in renamed.items()])
         for group in self._groups:
             if own := {name: part_of(wanted[name]) for name in group.targets if name in wanted}:
@@ -181,14 +225,20 @@ class HubFiles:
         torch.autograd.graph.increment_version(list(wanted.values()))
 
 
-# ---- saving ----------------------------------------------------------------------------------------------------
+# ---- saving --------------------------------------------------------------------------------------
 
 
-def plan_save(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], list[tuple[Group, dict[str, str]]]]:
-    """Return the hub's name of each tensor that is renamed, and groups with the hub's names of their targets. Local."""
+def plan_save(
+    model: Any, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, str], list[tuple[Group, dict[str, str]]]]:
+    """Return the hub's name of each tensor that is renamed, and groups with the hub's names of
+    their targets. Local.
+    """
     core, mapping = _transformers("core_model_loading"), getattr(model, USED, None)
     if mapping is None:  # not loaded from files, which might have had a prefix
-        found = _transformers("conversion_mapping").get_model_conversion_mapping(_Unsharded(model), add_legacy=False)
+        found = _transformers("conversion_mapping").get_model_conversion_mapping(
+            _Unsharded(model), add_legacy=False
+        )
         mapping = [each for each in found if not isinstance(each, core.PrefixChange)]
     reverse = [each.reverse_transform() for each in mapping[::-1]]
     renamings = [each for each in reverse if isinstance(each, core.WeightRenaming)]
@@ -203,5 +253,9 @@ def plan_save(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str]
             grouped.append((name, new, pattern))
     specs = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     groups = _grouped(converters, grouped, model, specs)
-    final = {name: core.rename_source_key(name, renamings, [])[0] for each in groups for name in each.targets}
+    final = {
+        name: core.rename_source_key(name, renamings, [])[0]
+        for each in groups
+        for name in each.targets
+    }
     return renamed, [(each, {name: final[name] for name in each.targets}) for each in groups]

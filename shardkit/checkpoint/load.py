@@ -1,4 +1,6 @@
-"""load_checkpoint: load a checkpoint of any known kind into a model, its optimizer and its scheduler."""
+"""load_checkpoint: load a checkpoint of any known kind into a model, its optimizer and its
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,15 @@ from shardkit.checkpoint.source import (
 from shardkit.checkpoint.torch_files import SUFFIXES, Shapes, TorchFiles, rank_files
 from shardkit.errors import CheckpointError, listing
 from shardkit.ranks import extremes, one_group, own_rank, together
-from shardkit.state.load import KeyMap, Request, among_floats, plan_load, raise_listed, rename, writable
+from shardkit.state.load import (
+    KeyMap,
+    Request,
+    among_floats,
+    plan_load,
+    raise_listed,
+    rename,
+    writable,
+)
 from shardkit.state.model import ModelState, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
     OptimizerState,
@@ -64,36 +74,45 @@ def load_checkpoint(
     verify: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Load a checkpoint into a model, its optimizer and its scheduler, in place, in any world and on any mesh.
+    """Load a checkpoint into a model, its optimizer and its scheduler, in place, in any world and
+    on any mesh.
 
-    **Collective**: every rank of the world, or of ``group``, calls it, and reads the bytes of its own shards. ``path``
-    may be a checkpoint of :func:`save_checkpoint`; a directory of ``torch.distributed.checkpoint``; a file of
-    ``torch.save``, or a directory of such files from each rank (``*_rank_0.pt``); a safetensors file, its index, or a
-    directory of either. ``docs/saving-and-loading.md`` lists what FSDP1 and others write.
+    **Collective**: every rank of the world, or of ``group``, calls it, and reads the bytes of its
+    own shards. ``path`` may be a checkpoint of :func:`save_checkpoint`; a directory of
+    ``torch.distributed.checkpoint``; a file of ``torch.save``, or a directory of such files from
+    each rank (``*_rank_0.pt``); a safetensors file, its index, or a directory of either.
+    ``docs/saving-and-loading.md`` lists what FSDP1 and others write.
 
-    With as many ranks as saved, each gets its own random generators and ``extra`` back. Else a generator that was equal
-    on all ranks continues, and others are seeded by rank, reproducibly; an ``extra`` that differed is rank 0's, with a
-    warning. Ranks may load different models, such as pipeline stages: together they must take every tensor.
+    With as many ranks as saved, each gets its own random generators and ``extra`` back. Else a
+    generator that was equal on all ranks continues, and others are seeded by rank, reproducibly; an
+    ``extra`` that differed is rank 0's, with a warning. Ranks may load different models, such as
+    pipeline stages: together they must take every tensor.
 
     Args:
         path: of the checkpoint.
         model: sharded or plain, with values (materialize it first); they are overwritten.
-        optimizer: one, or several of different parameters, of the classes that were saved; they need not have stepped.
+        optimizer: one, or several of different parameters, of the classes that were saved; they
+            need not have stepped.
         scheduler: anything with ``load_state_dict``.
-        key_map: from names in the checkpoint to the model's, for model and optimizer, as for :func:`load_pretrained`.
-        strict: raise for names that only one side has, and for different values of one tied tensor. False leaves such
-            names alone, and takes the first value with a warning.
-        cast: convert floating-point tensors of the model to their dtype in the model; else other dtypes are an error.
+        key_map: from names in the checkpoint to the model's, for model and optimizer, as for
+            :func:`load_pretrained`.
+        strict: raise for names that only one side has, and for different values of one tied tensor.
+            False leaves such names alone, and takes the first value with a warning.
+        cast: convert floating-point tensors of the model to their dtype in the model; else other
+            dtypes are an error.
         random: restore the random generators, if the checkpoint has them.
-        verify: read everything once before anything is changed, and compare checksums, if the checkpoint has them.
+        verify: read everything once before anything is changed, and compare checksums, if the
+            checkpoint has them.
         group: the ranks that hold the model, as for :func:`save_checkpoint`; None: all.
 
     Returns:
-        what was saved as ``extra``; None if nothing was, or if another program wrote the checkpoint.
+        what was saved as ``extra``; None if nothing was, or if another program wrote the
+        checkpoint.
 
     Raises:
-        CheckpointError: on every rank: the checkpoint is damaged, of no known kind, or does not fit, with all
-            differences at once. Nothing was changed, unless the disk failed while values were read.
+        CheckpointError: on every rank: the checkpoint is damaged, of no known kind, or does not
+            fit, with all differences at once. Nothing was changed, unless the disk failed while
+            values were read.
     """
     pending().error()
     groups, ranks = one_group(group)
@@ -106,13 +125,22 @@ def load_checkpoint(
         state = _wanted(source.contents, model, request, number == 0)
         names = [rename(name, key_map) for name in source.contents.model]
         is_here = [name in state.tensors or name in state.others for name in names]
-        poll.same = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
+        poll.same = {
+            "optimizer": optimizer is not None,
+            "strict": strict,
+            "random": random,
+            "verify": verify,
+        }
         poll.same |= {"what is at path": _described(source.contents)}
         poll.own = not all(is_here)
     elsewhere = set()  # what other ranks load, such as other stages of a pipeline
     if poll.any:
         _, is_anywhere = extremes([], [int(each) for each in is_here], groups)
-        elsewhere = {name for name, here, there in zip(names, is_here, is_anywhere, strict=True) if there > here}
+        elsewhere = {
+            name
+            for name, here, there in zip(names, is_here, is_anywhere, strict=True)
+            if there > here
+        }
     with together(groups, CheckpointError):
         read = _plan(source, model, state, optimizer, scheduler, request, elsewhere)
     if verify and isinstance(source, NativeCheckpoint):
@@ -134,7 +162,9 @@ def _plan(
     request: Request,
     elsewhere: set[str | None],
 ) -> Callable[[], None]:
-    """Match a checkpoint with what it is loaded into; return a function that reads it all. Local; changes nothing."""
+    """Match a checkpoint with what it is loaded into; return a function that reads it all. Local;
+    changes nothing.
+    """
     contents = source.contents
     if optimizer is not None and contents.optimizer is None:
         raise CheckpointError(f"{request.where} has no optimizer. Leave the argument out.")
@@ -160,8 +190,12 @@ def _plan(
     return read
 
 
-def open_checkpoint(path: Path, shapes: Shapes | None = None, with_optimizer: bool = True) -> Source:
-    """Open a checkpoint, of the kind that its files show; ``shapes`` are as for :class:`TorchFiles`. Local."""
+def open_checkpoint(
+    path: Path, shapes: Shapes | None = None, with_optimizer: bool = True
+) -> Source:
+    """Open a checkpoint, of the kind that its files show; ``shapes`` are as for
+    :class:`TorchFiles`. Local.
+    """
     try:
         return _opened(directory.find(path), shapes, with_optimizer)
     except CheckpointError:
@@ -171,8 +205,9 @@ def open_checkpoint(path: Path, shapes: Shapes | None = None, with_optimizer: bo
         fix = "Fetch the file again, or load an earlier checkpoint."
         if isinstance(error, pickle.UnpicklingError):
             fix = (
-                "Only tensors and plain data are unpickled, since pickles can run code. If you trust the author, load "
-                "it with torch.load(weights_only=False), and save its state dicts alone."
+                "Only tensors and plain data are unpickled, since pickles can run code. If you "
+                "trust the author, load it with torch.load(weights_only=False), and save its "
+                "state dicts alone."
             )
         raise CheckpointError(f"{path} cannot be read ({reason}). {fix}") from error
 
@@ -190,28 +225,36 @@ def _opened(path: Path, shapes: Shapes | None, with_optimizer: bool) -> Source:
     if path.suffix in SUFFIXES and path.is_file():
         return TorchFiles(path, {"": [path]}, shapes, with_optimizer)
     raise CheckpointError(
-        f"{path} holds {listing(names) or 'nothing'}. A checkpoint has {directory.MANIFEST} (shardkit), {DCP_NAME} "
-        f"(torch.distributed.checkpoint) or *{SUFFIX}, or is a file of torch.save ({', '.join(SUFFIXES)}). Pass the "
-        "path of one checkpoint, latest_checkpoint() of a directory of several, or one file with a full model."
+        f"{path} holds {listing(names) or 'nothing'}. A checkpoint has {directory.MANIFEST} "
+        f"(shardkit), {DCP_NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or is a file of "
+        f"torch.save ({', '.join(SUFFIXES)}). Pass the path of one checkpoint, latest_checkpoint() "
+        "of a directory of several, or one file with a full model."
     )
 
 
 def _described(contents: Contents) -> dict[str, Any]:
     """Return what must be equal on all ranks."""
-    model = {name: repr(value) for name, value in contents.model.items() if isinstance(value, Stored)}
+    model = {
+        name: repr(value) for name, value in contents.model.items() if isinstance(value, Stored)
+    }
     plain = (Stored, int, float, str)  # the repr of other values may contain their address
-    return model | {"optimizer": [repr(v) for v in tree_leaves(contents.optimizer) if isinstance(v, plain)]}
+    return model | {
+        "optimizer": [repr(v) for v in tree_leaves(contents.optimizer) if isinstance(v, plain)]
+    }
 
 
-# ---- models -----------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 def _wanted(contents: Contents, model: nn.Module, request: Request, is_first: bool) -> ModelState:
-    """Return the state to load: all of the model's, or with ``trainable_only`` what trains now or was saved."""
+    """Return the state to load: all of the model's, or with ``trainable_only`` what trains now or
+    was saved.
+    """
     state = writable(model_state(model))
     if meta := [name for name, tensor in state.tensors.items() if tensor.is_meta]:
         raise CheckpointError(
-            f"{listing(meta)} is on meta. Values are read into existing memory. Call shardkit.materialize(model) first."
+            f"{listing(meta)} is on meta. Values are read into existing memory. Call "
+            "shardkit.materialize(model) first."
         )
     if not contents.trainable_only:
         return state
@@ -230,14 +273,18 @@ def _wanted(contents: Contents, model: nn.Module, request: Request, is_first: bo
 def _plan_model(
     source: Source, state: ModelState, request: Request, elsewhere: set[str | None]
 ) -> tuple[list[tuple[str, Tensor]], dict[str, Any], Callable[[], None]]:
-    """Return the model's tensors to fill, with keys; its other values; and a check that reads. Changes nothing."""
+    """Return the model's tensors to fill, with keys; its other values; and a check that reads.
+    Changes nothing.
+    """
     found = source.contents.model
     if not found:  # a file of an optimizer alone
         return [], {}, lambda: None
     names = {name: rename(name, request.key_map) for name in found}
     offered = {}
     for name, value in found.items():
-        if names[name] not in elsewhere and (isinstance(value, Stored) or names[name] in state.others):
+        if names[name] not in elsewhere and (
+            isinstance(value, Stored) or names[name] in state.others
+        ):
             offered[name] = value
     wanted = state.tensors | dict.fromkeys(state.others)
     plan = plan_load(wanted, offered, replace(request, key_map=names.get))
@@ -252,7 +299,7 @@ def _plan_model(
     return targets, read_values(source, others), check
 
 
-# ---- optimizers -------------------------------------------------------------------------------------------------
+# ---- optimizers ----------------------------------------------------------------------------------
 
 
 def _plan_optimizer(
@@ -262,11 +309,13 @@ def _plan_optimizer(
     request: Request,
     elsewhere: set[str | None],
 ) -> tuple[list[tuple[str, Tensor]], Callable[[], None]]:
-    """Return what to read for an optimizer, which need not have stepped, with keys; and a function that installs it.
+    """Return what to read for an optimizer, which need not have stepped, with keys; and a function
+    that installs it.
 
     Existing state of the same shape and dtype is filled in place. New state is placed as by
-    ``load_full_optimizer_state_dict``. Values are quantized where the optimizer has quantized state, or would make it
-    in its first step, if the saved state was quantized too. Local; changes nothing.
+    ``load_full_optimizer_state_dict``. Values are quantized where the optimizer has quantized
+    state, or would make it in its first step, if the saved state was quantized too. Local; changes
+    nothing.
     """
     names, optimizers = parameter_names(model), optimizers_of(optimizer)
     params = {fqn: param for param, fqn in names.items()}
@@ -281,7 +330,10 @@ def _plan_optimizer(
     if not request.strict:
         problems["missing"] = problems["unexpected"] = []
     problems["of another class"] = other_classes(optimizers, own, found)
-    rule = "The optimizer must have the class, parameters and groups that were saved; nothing was changed"
+    rule = (
+        "The optimizer must have the class, parameters and groups that were saved; nothing was "
+        "changed"
+    )
     fix = "Build it as before, with the same parameters frozen, or load the model without it, "
     fix += "or pass strict=False to leave out parameters that only one side has"
     raise_listed(f"{request.where} (optimizer)", problems, rule, fix, CheckpointError)
@@ -289,7 +341,10 @@ def _plan_optimizer(
     kept = set(chain.from_iterable(own))
     entries = {fqn: entry for fqn, entry in found["state"].items() if fqn in kept}
     plan = plan_state(model, optimizers, entries, initialize=source.contents.quantized)
-    state: OptimizerState = {"param_groups": read_values(source, found["param_groups"]), "state": plan.state}
+    state: OptimizerState = {
+        "param_groups": read_values(source, found["param_groups"]),
+        "state": plan.state,
+    }
     stored = tensor_leaves(entries, Stored)
     targets = [(stored[path].key, target) for path, target in plan.targets.items()]
 

@@ -38,7 +38,9 @@ class NativeCheckpoint(Safetensors):
             raise self._damaged([STATE])
         state = unpack(data)
         model = {name: self.stored(f"model/{name}") for name in state["model"]}
-        optimizer = with_leaves(state["optimizer"], lambda place, _: self.stored(optimizer_key(place)))
+        optimizer = with_leaves(
+            state["optimizer"], lambda place, _: self.stored(optimizer_key(place))
+        )
         self.shared, self._sizes = state["shared"], state.get("sizes")
         self.contents = Contents(
             model=model | state["extra_state"],
@@ -52,8 +54,9 @@ class NativeCheckpoint(Safetensors):
     def resume(self, number: int, world_size: int, random: bool) -> Any:
         """Restore the random generators of the rank with this number, and return its extra. Local.
 
-        In a world of another size than the one that saved, a rank gets rank 0's where ranks differed: generators
-        are seeded by its state and the rank, and a warning says that the extra is rank 0's.
+        In a world of another size than the one that saved, a rank gets rank 0's where ranks
+        differed: generators are seeded by its state and the rank, and a warning says that the extra
+        is rank 0's.
         """
         own, differing = dict(self.shared), dict[str, bytes]()
         is_same_world = world_size == self._manifest["world_size"]
@@ -75,19 +78,24 @@ class NativeCheckpoint(Safetensors):
         return extra
 
     def verify(self, groups: Groups, number: int, world_size: int) -> None:
-        """Read every byte once, each rank its share, and raise if a checksum is wrong. Collective over ``groups``."""
+        """Read every byte once, each rank its share, and raise if a checksum is wrong. Collective
+        over ``groups``.
+        """
         files = self._manifest["files"]
         sizes = {self._directory / name: size for name, (size, _) in files.items()}
         sums: list[int] = []
         with together(groups, CheckpointError):
             sums = file_sums(sizes, number, world_size)
         totals = sum_over_ranks(sums, groups)
-        damaged = [name for name, total in zip(files, totals, strict=True) if files[name][1] != total]
+        damaged = [
+            name for name, total in zip(files, totals, strict=True) if files[name][1] != total
+        ]
         if damaged:
             raise self._damaged(damaged)
 
     def _damaged(self, names: list[str]) -> CheckpointError:
         return CheckpointError(
-            f"{self._directory} is damaged: checksums differ in {listing(names)}; nothing was changed. Load an earlier "
-            "checkpoint: latest_checkpoint() of the directory above returns the newest complete one."
+            f"{self._directory} is damaged: checksums differ in {listing(names)}; nothing was "
+            "changed. Load an earlier checkpoint: latest_checkpoint() of the directory above "
+            "returns the newest complete one."
         )

@@ -1,4 +1,6 @@
-"""Weights in the hub's layout: each rank reads and writes its own bytes of files, or full tensors are streamed."""
+"""Weights in the hub's layout: each rank reads and writes its own bytes of files, or full tensors
+are streamed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from torch.distributed.tensor import DTensor
 from shardkit.boxes import BUCKET, gather, model_group
 from shardkit.checkpoint.byte_ranges import Part, flush_directory, flush_file, full_box, write_parts
 from shardkit.checkpoint.directory import MANIFEST, draft_of
-from shardkit.checkpoint.format import MAX_FILE_BYTES, NAMES, Entry, NewFile, Spec, find_tensors, plan_files
+from shardkit.checkpoint.format import (
+    MAX_FILE_BYTES,
+    NAMES,
+    Entry,
+    NewFile,
+    Spec,
+    find_tensors,
+    plan_files,
+)
 from shardkit.checkpoint.hub import (
     USED,
     Group,
@@ -36,7 +46,15 @@ from shardkit.checkpoint.save import check_savable, described, parts_to_write
 from shardkit.checkpoint.source import Safetensors, check_stored_ties, refuse_subclasses
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
 from shardkit.ranks import Groups, groups_of, one_group, own_rank, sum_over_ranks, together
-from shardkit.state.load import IncompatibleKeys, KeyMap, LoadPlan, Request, Room, live_state, plan_load
+from shardkit.state.load import (
+    IncompatibleKeys,
+    KeyMap,
+    LoadPlan,
+    Request,
+    Room,
+    live_state,
+    plan_load,
+)
 from shardkit.state.model import checked_state, first_names, model_state
 
 # The files that a save writes into a directory, including those of an earlier save of more files.
@@ -53,43 +71,53 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     strict: bool = True,
 ) -> IncompatibleKeys:
-    """Load a model's weights from safetensors files: those of Hugging Face, of ``save_checkpoint``, or any other.
+    """Load a model's weights from safetensors files: those of Hugging Face, of ``save_checkpoint``,
+    or any other.
 
-    Each rank reads the bytes of its own shards, straight into them. For a model of transformers 5 the conversions of
-    its ``from_pretrained`` apply, one group of tensors at a time, except with ``key_map`` and to files of
-    ``save_checkpoint``. In place, and parameters stay the same objects; **collective** over the ranks of the model's
-    meshes, local for a plain model.
+    Each rank reads the bytes of its own shards, straight into them. For a model of transformers 5
+    the conversions of its ``from_pretrained`` apply, one group of tensors at a time, except with
+    ``key_map`` and to files of ``save_checkpoint``. In place, and parameters stay the same objects;
+    **collective** over the ranks of the model's meshes, local for a plain model.
 
-    On meta, parameters and persistent buffers get the values in the files; other tensors the values of the
-    construction, recorded by ``init_on_meta``, or else of the model's own initializers.
+    On meta, parameters and persistent buffers get the values in the files; other tensors the values
+    of the construction, recorded by ``init_on_meta``, or else of the model's own initializers.
 
     Args:
         model: plain, or sharded by any ``fully_shard`` calls, on meta or with values.
-        path: a safetensors file, an index (``*.safetensors.index.json``), or a directory that has either, such as a
-            snapshot of the hub.
-        key_map: from names in the files to FQNs of the model: a function (None leaves the tensor out), a dict of whole
-            names, or pairs of a regular expression and its replacement, of which the first match is applied, such as
-            ``[("^transformer\\.", "model.")]``.
-        dtype: the new dtype of floating-point parameters and buffers that are loaded; None keeps the model's. It takes
-            new memory, so pass it before the first forward, and before the optimizer is built.
-        strict: every parameter and persistent buffer must be in the files, and every tensor in the files in the model;
-            one name of a tied tensor is enough, and several must have equal values. False leaves names alone that only
-            one side has, and takes the first of different values with a warning.
+        path: a safetensors file, an index (``*.safetensors.index.json``), or a directory that has
+            either, such as a snapshot of the hub.
+        key_map: from names in the files to FQNs of the model: a function (None leaves the tensor
+            out), a dict of whole names, or pairs of a regular expression and its replacement, of
+            which the first match is applied, such as ``[("^transformer\\.", "model.")]``.
+        dtype: the new dtype of floating-point parameters and buffers that are loaded; None keeps
+            the model's. It takes new memory, so pass it before the first forward, and before the
+            optimizer is built.
+        strict: every parameter and persistent buffer must be in the files, and every tensor in the
+            files in the model; one name of a tied tensor is enough, and several must have equal
+            values. False leaves names alone that only one side has, and takes the first of
+            different values with a warning.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``; both empty when strict.
+        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``; both empty when
+        strict.
 
     Raises:
-        CheckpointError: on every rank: files break a rule of their format; names, shapes or dtypes do not fit (all are
-            listed); or ranks see different files. Nothing was changed, unless the disk failed while values were read.
-        ShardkitError: on every rank: a meta tensor would get no value, or hooks on ``state_dict()`` replace tensors.
+        CheckpointError: on every rank: files break a rule of their format; names, shapes or dtypes
+            do not fit (all are listed); or ranks see different files. Nothing was changed, unless
+            the disk failed while values were read.
+        ShardkitError: on every rank: a meta tensor would get no value, or hooks on ``state_dict()``
+            replace tensors.
     """
     groups = groups_of(model)
     request = Request(os.fspath(path), strict, key_map)
     with together(groups, CheckpointError, call="load_pretrained") as poll:
         source, plan, tensors, room = _plan_load(model, dtype, request)
         read = {name: source.contents.model[file_name] for name, file_name in plan.copies.items()}
-        poll.same = {"what is read": read, "missing and unexpected": plan.keys, "the rest": room.digest}
+        poll.same = {
+            "what is read": read,
+            "missing and unexpected": plan.keys,
+            "the rest": room.digest,
+        }
     with together(groups, CheckpointError):
         source.read([(stored.key, room.of(tensors[name])) for name, stored in read.items()])
         room.compute()
@@ -102,7 +130,9 @@ def load_pretrained(
 def _plan_load(
     model: nn.Module, dtype: torch.dtype | None, request: Request
 ) -> tuple[Safetensors | HubFiles, LoadPlan, Mapping[str, Tensor], Room]:
-    """Plan what to read into the model's own tensors, which may change their dtype, and make room for it. Local."""
+    """Plan what to read into the model's own tensors, which may change their dtype, and make room
+    for it. Local.
+    """
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"dtype must be a floating-point dtype, got {dtype}.")
     tensors, entries = live_state(model).tensors, find_tensors(Path(request.where))
@@ -125,7 +155,7 @@ def _plan_load(
     return source, plan, tensors, room
 
 
-# ---- saving ----------------------------------------------------------------------------------------------------
+# ---- saving --------------------------------------------------------------------------------------
 
 
 def save_pretrained(
@@ -137,27 +167,30 @@ def save_pretrained(
     overwrite: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a model of transformers 5 or peft as its own ``save_pretrained`` does, for ``from_pretrained`` and others.
+    """Save a model of transformers 5 or peft as its own ``save_pretrained`` does, for
+    ``from_pretrained`` and others.
 
-    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same model. The directory
-    gets ``model.safetensors`` in the hub's names, with the conversions of ``from_pretrained`` undone, or several files
-    with ``model.safetensors.index.json``; ``config.json`` and ``generation_config.json``; for a peft model
-    ``adapter_model.safetensors`` and ``adapter_config.json``. Each rank writes its own bytes; those converted
-    together, such as the experts of a layer, are gathered and written by the ranks in turn. The files are moved into
+    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same
+    model. The directory gets ``model.safetensors`` in the hub's names, with the conversions of
+    ``from_pretrained`` undone, or several files with ``model.safetensors.index.json``;
+    ``config.json`` and ``generation_config.json``; for a peft model ``adapter_model.safetensors``
+    and ``adapter_config.json``. Each rank writes its own bytes; those converted together, such as
+    the experts of a layer, are gathered and written by the ranks in turn. The files are moved into
     the directory when all ranks have succeeded; other files in it stay.
 
     Args:
         model: plain, or sharded by any ``fully_shard`` calls.
         path: the directory.
         max_shard_size: bytes of tensors in a file; a larger tensor has a file to itself.
-        dtype: convert floating-point tensors to this dtype while writing, such as ``torch.bfloat16``; None keeps
-            theirs.
+        dtype: convert floating-point tensors to this dtype while writing, such as
+            ``torch.bfloat16``; None keeps theirs.
         overwrite: replace the model that is there.
         group: the ranks that hold the model; None: all.
 
     Raises:
-        CheckpointError: on every rank, with existing files unchanged: it is another kind of model, a tensor cannot be
-            saved, a model or a checkpoint is there, ranks pass different arguments, or writing failed on some rank.
+        CheckpointError: on every rank, with existing files unchanged: it is another kind of model,
+            a tensor cannot be saved, a model or a checkpoint is there, ranks pass different
+            arguments, or writing failed on some rank.
 
     Examples:
         >>> save_pretrained(model, "out", dtype=torch.bfloat16)
@@ -172,11 +205,18 @@ def save_pretrained(
             _check_place(place, overwrite)
             shutil.rmtree(draft, ignore_errors=True)
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
-            raise CheckpointError(f"dtype must be a floating-point dtype of safetensors, got {dtype}.")
+            raise CheckpointError(
+                f"dtype must be a floating-point dtype of safetensors, got {dtype}."
+            )
         export = plan_export(model)
         check_savable(export.sources)
         files, entries = plan_files(draft, export.name, export.specs(dtype), max_shard_size)
-        poll.same = {"path": str(place), "overwrite": overwrite, "dtype": dtype, "files": len(files)}
+        poll.same = {
+            "path": str(place),
+            "overwrite": overwrite,
+            "dtype": dtype,
+            "files": len(files),
+        }
         poll.same["model"] = {name: described(tensor) for name, tensor in export.sources.items()}
     try:
         _write(files, entries, export, groups, ranks)
@@ -192,14 +232,14 @@ def save_pretrained(
 def _check_place(place: Path, overwrite: bool) -> None:
     if (place / MANIFEST).exists():
         raise CheckpointError(
-            f"path must not be a checkpoint, and {place} is one. A model is never written into a checkpoint, whose "
-            "manifest lists all of its files. Use another path."
+            f"path must not be a checkpoint, and {place} is one. A model is never written into a "
+            "checkpoint, whose manifest lists all of its files. Use another path."
         )
     if place.exists() and not overwrite:
         if there := sorted(each.name for each in place.iterdir() if _OURS.fullmatch(each.name)):
             raise CheckpointError(
-                f"{place} has {listing(there)}. A model is replaced only on request. Use another path, or pass "
-                "overwrite=True."
+                f"{place} has {listing(there)}. A model is replaced only on request. Use another "
+                "path, or pass overwrite=True."
             )
 
 
@@ -234,7 +274,9 @@ class Export(NamedTuple):
     def specs(self, dtype: torch.dtype | None) -> dict[str, Spec]:
         """Return what the files hold, by the hub's names."""
         tensors = {new: self.sources[name] for name, new in self.renamed.items()}
-        tensors |= {new: group.targets[name] for group, names in self.groups for name, new in names.items()}
+        tensors |= {
+            new: group.targets[name] for group, names in self.groups for name, new in names.items()
+        }
         specs = {}
         for name, tensor in tensors.items():
             cast = dtype if tensor.is_floating_point() else None
@@ -246,23 +288,35 @@ class Export(NamedTuple):
         model = self.model
         if self.name == "adapter_model":
             config, base = copy.copy(next(iter(model.peft_config.values()))), model.get_base_model()
-            config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None
+            config.base_model_name_or_path = (
+                config.base_model_name_or_path or vars(base).get("name_or_path") or None
+            )
             config.inference_mode = True
-            auto = {"base_model_class": plain_class(base).__name__, "parent_library": plain_class(base).__module__}
-            config.save_pretrained(place, auto_mapping_dict=auto if config.task_type is None else None)
+            auto = {
+                "base_model_class": plain_class(base).__name__,
+                "parent_library": plain_class(base).__module__,
+            }
+            config.save_pretrained(
+                place, auto_mapping_dict=auto if config.task_type is None else None
+            )
             return
         config = copy.copy(vars(model)["config"])
-        config.architectures = [plain_class(model).__name__]  # which from_pretrained and inference engines look for
+        # which from_pretrained and inference engines look for
+        config.architectures = [plain_class(model).__name__]
         config.dtype = str(dtype or model.dtype).removeprefix("torch.")
         config.save_pretrained(place)
         if model.can_generate():
             model.generation_config.save_pretrained(place)
         if model.is_remote_code():
-            sys.modules["transformers"].dynamic_module_utils.custom_object_save(model, place, config=config)
+            sys.modules["transformers"].dynamic_module_utils.custom_object_save(
+                model, place, config=config
+            )
 
 
 def plan_export(model: nn.Module) -> Export:
-    """Plan a transformers or peft model in the hub's layout. Local, pure; raises for other and quantized models."""
+    """Plan a transformers or peft model in the hub's layout. Local, pure; raises for other and
+    quantized models.
+    """
     tensors = model_state(model).tensors
     bare: Any = unwrapped(model)
     if "peft" in sys.modules and isinstance(bare, sys.modules["peft"].PeftModel):
@@ -271,13 +325,19 @@ def plan_export(model: nn.Module) -> Export:
         problem = f"must be of transformers 5, or of peft, got {plain_class(bare).__name__}"
         raise CheckpointError(message("model", problem, "", "Use save_checkpoint"))
     if getattr(bare, "hf_quantizer", None) is not None:
-        rule, fix = "Only transformers knows the layout of its weights", "Save the parameters that train, with peft"
+        rule, fix = (
+            "Only transformers knows the layout of its weights",
+            "Save the parameters that train, with peft",
+        )
         raise CheckpointError(message("model", "is quantized by transformers", rule, fix))
-    tied = getattr(bare, "all_tied_weights_keys", None) or {}  # names that transformers ties to others, which are kept
+    # names that transformers ties to others, which are kept
+    tied = getattr(bare, "all_tied_weights_keys", None) or {}
     kept_first = sorted(tensors, key=lambda name: name in tied)
     first = {id(tensors[name]): name for name in reversed(kept_first)}
     ignored = getattr(bare, "_keys_to_ignore_on_save", None) or ()
-    sources = {name: t for name, t in tensors.items() if first[id(t)] == name and name not in ignored}
+    sources = {
+        name: t for name, t in tensors.items() if first[id(t)] == name and name not in ignored
+    }
     return Export("model", bare, sources, *plan_save(bare, sources))
 
 
@@ -285,12 +345,19 @@ def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> Export:
     """Find by stand-ins on meta which tensors peft saves, and by which names."""
     if len(model.peft_config) != 1:
         problem = f"must have one adapter, and has {', '.join(model.peft_config)}"
-        raise CheckpointError(message("model", problem, "A directory holds one", "Delete all but one, and save"))
+        raise CheckpointError(
+            message("model", problem, "A directory holds one", "Delete all but one, and save")
+        )
     ((adapter, config),) = model.peft_config.items()
     if config.is_prompt_learning:
         fix = "Call model.save_pretrained inside `with full_params(model):`"
-        raise CheckpointError(message("model", "learns prompts", "peft computes what it saves of them", fix))
-    stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+        raise CheckpointError(
+            message("model", "learns prompts", "peft computes what it saves of them", fix)
+        )
+    stand_ins = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
     names = {id(each): name for name, each in stand_ins.items()}
     saved = sys.modules["peft"].get_peft_model_state_dict(model, stand_ins, adapter)
     renamed = {names[id(each)]: new for new, each in saved.items()}
@@ -298,14 +365,22 @@ def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> Export:
 
 
 def _write(
-    files: list[NewFile], entries: Mapping[str, Entry], export: Export, groups: Groups, ranks: list[int]
+    files: list[NewFile],
+    entries: Mapping[str, Entry],
+    export: Export,
+    groups: Groups,
+    ranks: list[int],
 ) -> None:
-    """Fill all files: each rank with its own parts of tensors, and in turn with what conversions make. Collective."""
+    """Fill all files: each rank with its own parts of tensors, and in turn with what conversions
+    make. Collective.
+    """
     counts = {file.path: 0 for file in files}
     problem: Exception | None = None  # raised at the end: the other ranks gather on
 
     def write(parts: Iterable[tuple[Entry, Part]], create: bool = False) -> None:
-        for path, (count, _) in write_parts(files, parts, create=create, turn=own_rank(), flush=False).items():
+        for path, (count, _) in write_parts(
+            files, parts, create=create, turn=own_rank(), flush=False
+        ).items():
             counts[path] += count
 
     try:
@@ -320,7 +395,12 @@ def _write(
         try:
             if full is not None and problem is None:
                 values = group.convert(next(iter(new)), full.__getitem__)
-                write([(entries[new[name]], (each, full_box(each.shape))) for name, each in values.items()])
+                write(
+                    [
+                        (entries[new[name]], (each, full_box(each.shape)))
+                        for name, each in values.items()
+                    ]
+                )
         except Exception as error:
             problem = error
     with together(groups, CheckpointError):
@@ -332,13 +412,24 @@ def _write(
     totals = sum_over_ranks(list(counts.values()), groups)
     for file, total in zip(files, totals, strict=True):
         if total != file.size:
-            raise CheckpointError(f"{file.path.name}: {total:,} of {file.size:,} bytes were written. Report this.")
+            raise CheckpointError(
+                f"{file.path.name}: {total:,} of {file.size:,} bytes were written. Report this."
+            )
 
 
-def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dict[str, Tensor] | None:
-    """Return full tensors on the CPU of the rank whose turn it is, and None on the others. Collective."""
-    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):  # of which the first rank's are written
-        return {name: tensor.detach().cpu() for name, tensor in tensors.items()} if own_rank() == ranks[0] else None
+def _gathered(
+    tensors: Mapping[str, Tensor], turn: int, ranks: list[int]
+) -> dict[str, Tensor] | None:
+    """Return full tensors on the CPU of the rank whose turn it is, and None on the others.
+    Collective.
+    """
+    # of which the first rank's are written
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return (
+            {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+            if own_rank() == ranks[0]
+            else None
+        )
     on = model_group(tensors.values())
     first = turn % len(on.ranks)
     on = replace(on, ranks=on.ranks[first:] + on.ranks[:first])
@@ -347,7 +438,7 @@ def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dic
     return full if on.is_root and ranks[0] in on.ranks else None
 
 
-# ---- streaming -------------------------------------------------------------------------------------------------
+# ---- streaming -----------------------------------------------------------------------------------
 
 
 def named_full_tensors(
@@ -359,23 +450,30 @@ def named_full_tensors(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, full tensor)`` for all parameters and persistent buffers, for example to an inference engine.
+    """Yield ``(name, full tensor)`` for all parameters and persistent buffers, for example to an
+    inference engine.
 
-    The tensors are copies, in the model's order; those that the hub has in another form come last. Besides what was
-    yielded, one bucket is held, or what one conversion takes and makes, such as the experts of a layer. **Collective**,
-    once a bucket: every rank must iterate to the end, or stop at the same tensor.
+    The tensors are copies, in the model's order; those that the hub has in another form come last.
+    Besides what was yielded, one bucket is held, or what one conversion takes and makes, such as
+    the experts of a layer. **Collective**, once a bucket: every rank must iterate to the end, or
+    stop at the same tensor.
 
     Args:
         model: any module, sharded or not; for ``names="hub"`` of transformers 5 or peft.
-        names: ``"model"``: FQNs, tied tensors under each of theirs. ``"hub"``: the names and the tensors of the files
-            that the plain model's ``save_pretrained`` would write, as vLLM and SGLang expect them; each once.
-        bucket_bytes: how much is gathered at once, by default 64 MiB; a larger tensor is gathered by itself.
-        rank0_only: yield only on the lowest rank that holds a part of the model; the others must iterate too.
-        device: the device of the tensors; None: where they are gathered, the device of the shards or of their mesh.
+        names: ``"model"``: FQNs, tied tensors under each of theirs. ``"hub"``: the names and the
+            tensors of the files that the plain model's ``save_pretrained`` would write, as vLLM and
+            SGLang expect them; each once.
+        bucket_bytes: how much is gathered at once, by default 64 MiB; a larger tensor is gathered
+            by itself.
+        rank0_only: yield only on the lowest rank that holds a part of the model; the others must
+            iterate too.
+        device: the device of the tensors; None: where they are gathered, the device of the shards
+            or of their mesh.
         dtype: of floating-point tensors; None keeps theirs. Cast before sending if that is smaller.
 
     Raises:
-        ShardkitError: on every rank, as :func:`full_state_dict` and, for ``names="hub"``, :func:`save_pretrained`.
+        ShardkitError: on every rank, as :func:`full_state_dict` and, for ``names="hub"``,
+            :func:`save_pretrained`.
 
     Examples:
         >>> for name, tensor in named_full_tensors(model, names="hub", dtype=torch.bfloat16):
@@ -383,8 +481,15 @@ def named_full_tensors(
     """
     with together(groups_of(model), call="named_full_tensors") as poll:
         if names not in ("model", "hub"):
-            raise ShardkitError(message("names", f'must be "model" or "hub", got {names!r}', "", ""))
-        same = {"names": names, "bucket_bytes": bucket_bytes, "rank0_only": rank0_only, "dtype": str(dtype)}
+            raise ShardkitError(
+                message("names", f'must be "model" or "hub", got {names!r}', "", "")
+            )
+        same = {
+            "names": names,
+            "bucket_bytes": bucket_bytes,
+            "rank0_only": rank0_only,
+            "dtype": str(dtype),
+        }
         state = checked_state(model, poll, **same)
         export = plan_export(model) if names == "hub" else None
     tensors, labels = state.tensors, dict[str, list[str]]()
@@ -394,7 +499,12 @@ def named_full_tensors(
         labels.setdefault(first, []).append(name)
     ranks, home = model_group(tensors.values()), None if device is None else torch.device(device)
     collected = partial(
-        gather, ranks=ranks, everywhere=not rank0_only, dtype=dtype, device=home, bucket_bytes=bucket_bytes
+        gather,
+        ranks=ranks,
+        everywhere=not rank0_only,
+        dtype=dtype,
+        device=home,
+        bucket_bytes=bucket_bytes,
     )
     for name, full in collected([(name, tensors[name]) for name in labels]):
         waiting = dict.fromkeys(reversed(labels[name]), full)

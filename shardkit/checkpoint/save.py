@@ -1,7 +1,8 @@
 """save_checkpoint: write the full training state into one directory, from all ranks in parallel.
 
 1. Each rank collects its state: live tensors, and plain data.
-2. The ranks compare what they have. Pipeline stages, which hold different tensors, exchange their names.
+2. The ranks compare what they have. Pipeline stages, which hold different tensors, exchange their
+  names.
 3. Each rank plans the same files, and writes its own bytes into them.
 4. The first rank writes the manifest, and renames the directory.
 """
@@ -88,37 +89,42 @@ def save_checkpoint(
     trainable_only: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
-    """Save a model, its optimizer and the rest of the training state into the directory ``path``, atomically.
+    """Save a model, its optimizer and the rest of the training state into the directory ``path``,
+    atomically.
 
-    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the model, and sees
-    the same file system. Each rank writes its own bytes; nothing is gathered. An earlier checkpoint at
-    ``path`` stays until the new one is complete and on the disk, whenever processes are killed. The random
-    generators of every rank are saved too. ``docs/saving-and-loading.md`` has the files.
+    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the model,
+    and sees the same file system. Each rank writes its own bytes; nothing is gathered. An earlier
+    checkpoint at ``path`` stays until the new one is complete and on the disk, whenever processes
+    are killed. The random generators of every rank are saved too. ``docs/saving-and-loading.md``
+    has the files.
 
-    Pipeline stages save into one directory: the names of their tensors must be those of the whole model, or
-    differ between stages, as with ``nn.ModuleDict({f"stage{n}": module})``.
+    Pipeline stages save into one directory: the names of their tensors must be those of the whole
+    model, or differ between stages, as with ``nn.ModuleDict({f"stage{n}": module})``.
 
     Args:
         path: the directory of this one checkpoint, such as ``runs/step-100``.
         model: plain, or sharded by any ``fully_shard`` calls.
         optimizer: one, or several of different parameters; quantized state is saved as its values.
         scheduler: anything with a ``state_dict()`` of plain data, such as torch's schedulers.
-        extra: plain data and plain tensors, such as ``{"step": 100}``, which ``load_checkpoint`` returns; each
-            rank's own, such as the state of its data loader.
-        async_: return when the state is copied to CPU memory, kept for the next save, and write it in a thread.
+        extra: plain data and plain tensors, such as ``{"step": 100}``, which ``load_checkpoint``
+            returns; each rank's own, such as the state of its data loader.
+        async_: return when the state is copied to CPU memory, kept for the next save, and write it
+            in a thread.
         overwrite: replace a checkpoint at ``path``.
-        keep: then delete all but the newest ``keep`` checkpoints beside it whose names differ only in
-            numbers; never one with files of yours.
-        trainable_only: leave out frozen parameters, and buffers and extra state of modules without trainable
-            ones.
+        keep: then delete all but the newest ``keep`` checkpoints beside it whose names differ only
+            in numbers; never one with files of yours.
+        trainable_only: leave out frozen parameters, and buffers and extra state of modules without
+            trainable ones.
         group: the ranks that hold the model; None: all.
 
     Returns:
-        a handle; :meth:`SaveHandle.wait` returns when the checkpoint is complete, at once without ``async_``.
+        a handle; :meth:`SaveHandle.wait` returns when the checkpoint is complete, at once without
+        ``async_``.
 
     Raises:
-        CheckpointError: on every rank, with any earlier checkpoint unchanged: something cannot be saved, ranks
-            pass different arguments, or writing failed on some rank, now or in the previous background save.
+        CheckpointError: on every rank, with any earlier checkpoint unchanged: something cannot be
+            saved, ranks pass different arguments, or writing failed on some rank, now or in the
+            previous background save.
     """
     pending().error()
     place = Path(path).absolute()
@@ -127,8 +133,8 @@ def save_checkpoint(
         pending().wait()  # here, since a rank whose program has waited does not raise
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(
-                f"keep must be the number of checkpoints to keep, including this one, got {keep!r}. Pass keep=3, "
-                "for example, or None for all."
+                "keep must be the number of checkpoints to keep, including this one, got "
+                f"{keep!r}. Pass keep=3, for example, or None for all."
             )
         if own_rank() == ranks[0]:
             directory.prepare(place, overwrite)
@@ -140,24 +146,29 @@ def save_checkpoint(
         poll.same |= {"trainable_only": trainable_only, "optimizer": optimizer is not None}
         poll.same |= {"scheduler": snapshot.plain["scheduler"]}
         poll.own = snapshot.plain["quantized"]
-    snapshot.plain["quantized"] = bool(poll.any)  # torchao keeps shards plain that have no whole blocks
+    # torchao keeps shards plain that have no whole blocks
+    snapshot.plain["quantized"] = bool(poll.any)
     owners = _agree(snapshot, groups, ranks)
     with together(groups, CheckpointError):
         files, parts = plan_checkpoint(place, snapshot, owners)
         state = pack(snapshot.plain, "the state") if own_rank() == ranks[0] else b""
         if async_:
             copies = copied_to_host((values for _, (values, _) in parts), model)
-            parts = [(entry, (copy, box)) for (entry, (_, box)), copy in zip(parts, copies, strict=True)]
+            parts = [
+                (entry, (copy, box)) for (entry, (_, box)), copy in zip(parts, copies, strict=True)
+            ]
     if async_:
         groups = background_groups(groups)
-    write = partial(write_checkpoint, place, files, parts, state, groups=groups, ranks=ranks, keep=keep)
+    write = partial(
+        write_checkpoint, place, files, parts, state, groups=groups, ranks=ranks, keep=keep
+    )
     if async_:
         return start_in_background(write)
     write()
     return SaveHandle()
 
 
-# ---- 1. collect -------------------------------------------------------------------------------------------------
+# ---- 1. collect ----------------------------------------------------------------------------------
 
 
 def _collect(model: nn.Module, optimizer: Any, scheduler: Any, trainable_only: bool) -> Snapshot:
@@ -222,7 +233,9 @@ def check_savable(tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in tensors.items():
         local = local_value(tensor)
         if local.is_meta:
-            problem = "on the meta device; call shardkit.materialize(model), or load_pretrained, before"
+            problem = (
+                "on the meta device; call shardkit.materialize(model), or load_pretrained, before"
+            )
         elif local.layout != torch.strided or local.is_quantized:
             problem = str(local.layout)
         elif tensor.dtype not in NAMES:
@@ -237,16 +250,22 @@ def check_savable(tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"tensors cannot be saved: {listing(problems)}.")
 
 
-# ---- 2. agree ---------------------------------------------------------------------------------------------------
+# ---- 2. agree ------------------------------------------------------------------------------------
 
 
 def _agree(snapshot: Snapshot, groups: Groups, ranks: Sequence[int]) -> dict[str, int]:
-    """Add what other ranks have to the plain data; return the first rank that has each tensor. Collective."""
+    """Add what other ranks have to the plain data; return the first rank that has each tensor.
+    Collective.
+    """
     table = {key: described(tensor) for key, tensor in snapshot.tensors.items()}
     options = repr((snapshot.plain["optimizer"] or {}).get("param_groups"))
     same_tensors, *same_own = each_equal([[table, options], *snapshot.own.values()], groups)
 
-    shared = {name: data for (name, data), is_same in zip(snapshot.own.items(), same_own, strict=True) if is_same}
+    shared = {
+        name: data
+        for (name, data), is_same in zip(snapshot.own.items(), same_own, strict=True)
+        if is_same
+    }
     snapshot.plain["shared"] = shared
     if len(shared) < len(snapshot.own):
         rest = {name: data for name, data in snapshot.own.items() if name not in shared}
@@ -276,7 +295,9 @@ def described(tensor: Tensor) -> str:
 
 
 def _merge_stages(snapshot: Snapshot, stage_id: int, groups: Groups) -> dict[str, int]:
-    """Merge the plain data of all stages, each sent by its first rank; return the first rank of each tensor."""
+    """Merge the plain data of all stages, each sent by its first rank; return the first rank of
+    each tensor.
+    """
     first_ranks: dict[int, int] = {}
     for rank, found in gather_by_rank(stage_id, groups).items():
         first_ranks.setdefault(found, rank)
@@ -294,9 +315,10 @@ def _merge_stages(snapshot: Snapshot, stage_id: int, groups: Groups) -> dict[str
             known = merged["model"].setdefault(name, spec)
             if (known.shape, known.dtype) != (spec.shape, spec.dtype):
                 raise CheckpointError(
-                    f"{name} has shape {tuple(spec.shape)} and {spec.dtype} on rank {rank}, and {tuple(known.shape)} "
-                    f"and {known.dtype} on another. Ranks that hold different tensors must give them different names, "
-                    'as with nn.ModuleDict({f"stage{n}": module}).'
+                    f"{name} has shape {tuple(spec.shape)} and {spec.dtype} on rank {rank}, and "
+                    f"{tuple(known.shape)} and {known.dtype} on another. Ranks that hold different "
+                    "tensors must give them different names, as with "
+                    'nn.ModuleDict({f"stage{n}": module}).'
                 )
             owners.setdefault(f"model/{name}", rank)
         merged["ties"] |= stage["ties"]
@@ -314,14 +336,22 @@ def _merge_optimizer(merged: dict[str, Any], stage: dict[str, Any], rank: int) -
     merged["state"] |= stage["state"]
     for group in stage["param_groups"]:
         for name in group["params"]:
-            others = {key: value for key, value in known.get(name, group).items() if key != "params"}
-            if repr(others) != repr({key: value for key, value in group.items() if key != "params"}):
-                raise CheckpointError(f"{name} has other options in the optimizer of rank {rank} than before it.")
+            others = {
+                key: value for key, value in known.get(name, group).items() if key != "params"
+            }
+            if repr(others) != repr(
+                {key: value for key, value in group.items() if key != "params"}
+            ):
+                raise CheckpointError(
+                    f"{name} has other options in the optimizer of rank {rank} than before it."
+                )
         merged["param_groups"].append(group)
 
 
 def _check_replicas(tensors: Mapping[str, Tensor], keys: Sequence[str], groups: Groups) -> None:
-    """Raise if meshes that each have one of these tensors in full have different values of it. Collective."""
+    """Raise if meshes that each have one of these tensors in full have different values of it.
+    Collective.
+    """
     sums = torch.zeros(len(keys), dtype=torch.int64)
     by_mesh: dict[DeviceMesh, list[int]] = {}
     for number, key in enumerate(keys):
@@ -349,13 +379,14 @@ def _check_replicas(tensors: Mapping[str, Tensor], keys: Sequence[str], groups: 
             differ.append(key.partition("/")[2])
     if differ:
         raise CheckpointError(
-            f"{len(differ)} tensors are full on several meshes, with different values: {listing(differ)}. A tensor "
-            "whose parts differ between ranks must be one DTensor on a mesh of all of these ranks, as by "
-            "DTensor.from_local(part, mesh['ep'], [Shard(0)]) before fully_shard; or give the parts different names."
+            f"{len(differ)} tensors are full on several meshes, with different values: "
+            f"{listing(differ)}. A tensor whose parts differ between ranks must be one DTensor on "
+            "a mesh of all of these ranks, as by DTensor.from_local(part, mesh['ep'], [Shard(0)]) "
+            "before fully_shard; or give the parts different names."
         )
 
 
-# ---- 3. plan ----------------------------------------------------------------------------------------------------
+# ---- 3. plan -------------------------------------------------------------------------------------
 
 
 def plan_checkpoint(
@@ -367,7 +398,9 @@ def plan_checkpoint(
     for name, stand_in in snapshot.plain["model"].items():
         specs["model"][name] = Spec(stand_in.dtype, stand_in.shape)
     for place, stand_in in tensor_leaves(snapshot.plain["optimizer"]).items():
-        specs["optimizer"][optimizer_key(place).partition("/")[2]] = Spec(stand_in.dtype, stand_in.shape)
+        specs["optimizer"][optimizer_key(place).partition("/")[2]] = Spec(
+            stand_in.dtype, stand_in.shape
+        )
     files: list[NewFile] = []
     entries: dict[str, Entry] = {}
     for section, own in specs.items():
@@ -387,7 +420,9 @@ def plan_checkpoint(
 def parts_to_write(
     tensors: Mapping[str, Tensor], entries: Mapping[str, Entry], owners: Mapping[str, int]
 ) -> Iterator[tuple[Entry, Part]]:
-    """Yield this rank's parts that no other rank writes: of the first replica, on the mesh of the owner. Local."""
+    """Yield this rank's parts that no other rank writes: of the first replica, on the mesh of the
+    owner. Local.
+    """
     lowest: dict[DeviceMesh, int] = {}  # DeviceMesh.mesh is made anew each time (torch 2.13)
     for key, tensor in tensors.items():
         at = own_rank()
@@ -401,7 +436,7 @@ def parts_to_write(
             yield entries[key], part_of(tensor)
 
 
-# ---- 4. write ---------------------------------------------------------------------------------------------------
+# ---- 4. write ------------------------------------------------------------------------------------
 
 
 def write_checkpoint(
@@ -414,7 +449,9 @@ def write_checkpoint(
     ranks: Sequence[int],
     keep: int | None = None,
 ) -> None:
-    """Write everything into a hidden directory, and rename it when all ranks have. Collective over ``groups``."""
+    """Write everything into a hidden directory, and rename it when all ranks have. Collective over
+    ``groups``.
+    """
     draft, is_first = directory.draft_of(path), own_rank() == ranks[0]
     try:
         with together(groups, CheckpointError):
@@ -431,18 +468,21 @@ def write_checkpoint(
                     listed[file.path.name] = file.size, checksum
                     if count != file.size:
                         raise CheckpointError(
-                            f"{file.path.name}: {count:,} of {file.size:,} bytes were written. Each byte is written "
-                            "once. Report this, with the model's meshes and placements."
+                            f"{file.path.name}: {count:,} of {file.size:,} bytes were written. "
+                            "Each byte is written once. Report this, with the model's meshes and "
+                            "placements."
                         )
                 directory.commit(path, listed, len(ranks))
     except BaseException as error:
         if is_first:
             shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, Exception) and not isinstance(error, ShardkitError):
-            # From the disk, in a process alone; or from a rank that died, or a group that was destroyed.
+            # From the disk, in a process alone; or from a rank that died, or a group that was
+            # destroyed.
             raise CheckpointError(
-                f"save_checkpoint failed ({type(error).__name__}: {error}). Any earlier checkpoint is unchanged. See "
-                "the cause, and wait() for a save in the background before destroy_process_group()."
+                f"save_checkpoint failed ({type(error).__name__}: {error}). Any earlier checkpoint "
+                "is unchanged. See the cause, and wait() for a save in the background before "
+                "destroy_process_group()."
             ) from error
         raise
     if is_first:

@@ -1,9 +1,11 @@
 """What a checkpoint is that is open for reading, whatever program wrote it.
 
-Each kind of file is a class with these two members (:class:`Source`), used by ``load_checkpoint`` and ``convert``:
+Each kind of file is a class with these two members (:class:`Source`), used by ``load_checkpoint``
+and ``convert``:
 
-- ``contents``, a :class:`Contents`: everything that is not a tensor, and a :class:`Stored` (dtype, shape, key) for each
-  tensor. It is complete when the source is opened, and its tensors are not read yet.
+- ``contents``, a :class:`Contents`: everything that is not a tensor, and a :class:`Stored` (dtype,
+  shape, key) for each tensor. It is complete when the source is opened, and its tensors are not
+  read yet.
 - ``read(targets)``: fill each ``(key, tensor)``, converted to the dtype of the target. Local.
 """
 
@@ -50,13 +52,14 @@ class Contents:
     """Everything in a checkpoint, with a :class:`Stored` in place of each tensor."""
 
     model: dict[str, Any]  # by FQN
-    # {"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], ...}]}, or with numbers instead
-    # of FQNs; None if there is none.
+    # {"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], ...}]}, or with
+    # numbers instead of FQNs; None if there is none.
     optimizer: dict[str, Any] | None = None
     scheduler: Any = None  # its state dict
     trainable_only: bool = False  # whether frozen parameters were left out
     quantized: bool = False  # whether optimizer state was quantized, and is stored as its values
-    ties: dict[str, str] = field(default_factory=dict)  # other names of tied tensors, each with the stored one
+    # other names of tied tensors, each with the stored one
+    ties: dict[str, str] = field(default_factory=dict)
 
 
 class Source(Protocol):
@@ -65,7 +68,9 @@ class Source(Protocol):
     contents: Contents
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill each target from the tensor with its key: the local part of a DTensor, or all of a plain tensor."""
+        """Fill each target from the tensor with its key: the local part of a DTensor, or all of a
+        plain tensor.
+        """
 
 
 class Safetensors:
@@ -101,8 +106,12 @@ def read_values(source: Source, tree: Any) -> Any:
     return values
 
 
-def check_stored_ties(source: Source, plan: LoadPlan, tensors: Mapping[str, Tensor], request: Request) -> None:
-    """Raise, or warn, if a source has different values for one tied tensor, in this rank's part of it. Local."""
+def check_stored_ties(
+    source: Source, plan: LoadPlan, tensors: Mapping[str, Tensor], request: Request
+) -> None:
+    """Raise, or warn, if a source has different values for one tied tensor, in this rank's part of
+    it. Local.
+    """
 
     def are_equal(name: str, *names: str) -> bool:
         rooms = [unwritten(tensors[name], tensors[name].dtype, torch.device("cpu")) for _ in names]
@@ -114,7 +123,9 @@ def check_stored_ties(source: Source, plan: LoadPlan, tensors: Mapping[str, Tens
 
 
 def refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
-    """Raise for tensors of subclasses that are not memory of their own, such as NF4 weights. Local."""
+    """Raise for tensors of subclasses that are not memory of their own, such as
+    NF4 weights. Local.
+    """
     unfit = []
     for name, tensor in tensors.items():
         kind = type(local_value(tensor))
@@ -122,13 +133,13 @@ def refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
             unfit.append(f"{name} ({kind.__name__})")
     if unfit:
         raise CheckpointError(
-            f"tensors cannot be of a subclass: {listing(unfit)}. Of subclasses, float8 training weights and quantized "
-            "optimizer state are saved, as their values. Save with trainable_only=True, and quantize the base again "
-            "from its own files."
+            f"tensors cannot be of a subclass: {listing(unfit)}. Of subclasses, float8 training "
+            "weights and quantized optimizer state are saved, as their values. Save with "
+            "trainable_only=True, and quantize the base again from its own files."
         )
 
 
-# ---- what other programs save: nested dicts ---------------------------------------------------------------------
+# ---- what other programs save: nested dicts ------------------------------------------------------
 
 
 def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
@@ -150,15 +161,16 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
     flat = dict(_flattened(model or {}))
     if optimizer is None and not any(isinstance(value, Stored) for value in flat.values()):
         raise CheckpointError(
-            f"{where}: it has no tensors under {listing(map(str, tree))}. Save the model's state dict under one of "
-            f"{', '.join(MODEL_NAMES)}, or at the top level."
+            f"{where}: it has no tensors under {listing(map(str, tree))}. Save the model's state "
+            f"dict under one of {', '.join(MODEL_NAMES)}, or at the top level."
         )
     return Contents(flat, None if optimizer is None else _optimizer(optimizer))
 
 
 def _flattened(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, Mapping) and not is_extra(str(key)):  # an extra state may be a dict, and is one value
+        # an extra state may be a dict, and is one value
+        if isinstance(value, Mapping) and not is_extra(str(key)):
             yield from _flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -169,7 +181,10 @@ def _optimizer(tree: Mapping[Any, Any]) -> dict[str, Any]:
         groups = tree.get("param_groups", [])
         if isinstance(groups, Mapping):  # DCP saves a list as a dict with numbers as keys
             groups = [groups[number] for number in sorted(groups)]
-        return {"state": dict(tree.get("state", {})), "param_groups": [dict(group) for group in groups]}
+        return {
+            "state": dict(tree.get("state", {})),
+            "param_groups": [dict(group) for group in groups],
+        }
     # torch's flatten_optimizer_state_dict: "state.<fqn>.<name>" and "param_groups.<fqn>.<option>"
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -184,23 +199,31 @@ def _optimizer(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
 def by_name(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Return an optimizer's state by FQN; parameters that are numbered count ``names``."""
-    numbers = {number for group in optimizer["param_groups"] for number in group["params"] if type(number) is int}
+    numbers = {
+        number
+        for group in optimizer["param_groups"]
+        for number in group["params"]
+        if type(number) is int
+    }
     numbers |= {number for number in optimizer["state"] if type(number) is int}
     if not numbers:
         return optimizer
     if max(numbers) >= len(names):
         raise CheckpointError(
-            f"optimizer: its parameters are numbered up to {max(numbers)}, and the model has {len(names)}. Numbers "
-            "count the model's parameters in order. Save the state by name, with FSDP.rekey_optim_state_dict."
+            f"optimizer: its parameters are numbered up to {max(numbers)}, and the model has "
+            f"{len(names)}. Numbers count the model's parameters in order. Save the state by name, "
+            "with FSDP.rekey_optim_state_dict."
         )
     return renamed_state(optimizer, lambda key: names[key] if type(key) is int else key)
 
 
-# ---- plain data: files of torch.save that load with weights_only=True ------------------------------------------
+# ---- plain data: files of torch.save that load with weights_only=True ----------------------------
 
 
 def pack(value: Any, name: str) -> bytes:
-    """Return plain data as ``torch.save`` writes it; raise unless it loads without running code. Local."""
+    """Return plain data as ``torch.save`` writes it; raise unless it loads without running code.
+    Local.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -214,8 +237,9 @@ def pack(value: Any, name: str) -> bytes:
         problem = str(error)
     if problem:
         raise CheckpointError(
-            f"{name} cannot be saved, since it holds {problem}. A checkpoint holds plain data and plain tensors, "
-            "so that loading runs no code. Save its state_dict(), or call full_tensor()."
+            f"{name} cannot be saved, since it holds {problem}. A checkpoint holds plain data and "
+            "plain tensors, so that loading runs no code. Save its state_dict(), or call "
+            "full_tensor()."
         )
     return buffer.getvalue()
 

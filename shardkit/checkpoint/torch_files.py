@@ -1,8 +1,9 @@
 """Files of ``torch.save``: one file, such as FSDP1's FULL_STATE_DICT, or one for each rank.
 
-Files such as ``model_world_size_2_rank_0.pt`` and ``checkpoint_rank1.pt``, as verl and training guides write them, have
-the shards of one rank each: of FSDP2 (DTensors), of FSDP1's SHARDED_STATE_DICT (ShardedTensors), or of its
-LOCAL_STATE_DICT (flat parameters). All files are mapped, so each rank of any world reads only what it needs.
+Files such as ``model_world_size_2_rank_0.pt`` and ``checkpoint_rank1.pt``, as verl and training
+guides write them, have the shards of one rank each: of FSDP2 (DTensors), of FSDP1's
+SHARDED_STATE_DICT (ShardedTensors), or of its LOCAL_STATE_DICT (flat parameters). All files are
+mapped, so each rank of any world reads only what it needs.
 """
 
 from __future__ import annotations
@@ -29,24 +30,39 @@ _OPTIMIZER = "optim"
 _FLAT = "_flat_param"
 _BESIDE = ("extra", "rng", "random", "sched", "trainer")  # names of files that are not read
 Shapes: TypeAlias = Mapping[str, torch.Size]  # of the model's parameters, in order
-_Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # its box in its tensor, and a function that loads it
+# its box in its tensor, and a function that loads it
+_Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"
 _Trees: TypeAlias = Sequence[Mapping[Any, Any]]  # the state dict of each rank
 
 
 class TorchFiles:
-    """Open files of ``torch.save``. Reading needs neither the world that wrote them nor a process group.
+    """Open files of ``torch.save``. Reading needs neither the world that wrote them nor a process
+    group.
 
-    ``sets`` are the files of all ranks, by the start of their names, as from :func:`rank_files`; a lone file is under
-    "". ``shapes`` are those of the model's parameters, in order, for FSDP1's flat parameters.
+    ``sets`` are the files of all ranks, by the start of their names, as from :func:`rank_files`; a
+    lone file is under "". ``shapes`` are those of the model's parameters, in order, for FSDP1's
+    flat parameters.
     """
 
-    def __init__(self, path: Path, sets: Mapping[str, list[Path]], shapes: Shapes | None, with_optimizer: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        sets: Mapping[str, list[Path]],
+        shapes: Shapes | None,
+        with_optimizer: bool,
+    ) -> None:
         self._where, self._shapes, self._chunks = str(path), shapes, dict[str, list[_Chunk]]()
         self.contents: Contents = Contents({})
         for name in sorted(sets, key=lambda name: _OPTIMIZER in name):  # the model first
             if with_optimizer or not self.contents.model:
-                found = contents_of(self._merged([_load(file) for file in sets[name]], (name,)), self._where)
-                self.contents = replace(self.contents, optimizer=found.optimizer) if self.contents.model else found
+                found = contents_of(
+                    self._merged([_load(file) for file in sets[name]], (name,)), self._where
+                )
+                self.contents = (
+                    replace(self.contents, optimizer=found.optimizer)
+                    if self.contents.model
+                    else found
+                )
 
     def _merged(self, trees: list[Any], path: tuple[str, ...]) -> Any:
         """Merge the trees of all ranks, with a :class:`Stored` for each tensor."""
@@ -67,7 +83,9 @@ class TorchFiles:
 
     @torch.no_grad()
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy into each target its part of the tensor of its key; of quantized tensors their values. Local."""
+        """Copy into each target its part of the tensor of its key; of quantized tensors their
+        values. Local.
+        """
         for key, into, box in [(key, *part_of(target)) for key, target in targets]:
             for at, load in self._chunks[key]:
                 if (shared := common(box, at)) is not None:
@@ -77,7 +95,8 @@ class TorchFiles:
 
 
 def rank_files(path: Path) -> dict[str, list[Path]]:
-    """Return the files of all ranks in a directory, or of the set of one file, by the start of their names. Local.
+    """Return the files of all ranks in a directory, or of the set of one file, by the start of
+    their names. Local.
 
     Files of generators and schedulers, such as verl's ``extra_state_*``, are left out.
     """
@@ -94,11 +113,17 @@ def rank_files(path: Path) -> dict[str, list[Path]]:
     if len(set(kinds)) < len(kinds) or len({world for _, world in sets}) > 1:
         names = listing(f"{name}_*{world}" for name, world in sets)
         rule = "A directory must have the files of one model and its optimizer, saved by one world"
-        raise CheckpointError(message(str(path), f"has {names}", rule, "Pass one of the files: its set is read"))
+        raise CheckpointError(
+            message(str(path), f"has {names}", rule, "Pass one of the files: its set is read")
+        )
     for (name, world), files in sets.items():
-        if missing := [str(rank) for rank in range(int(world or max(files) + 1)) if rank not in files]:
+        if missing := [
+            str(rank) for rank in range(int(world or max(files) + 1)) if rank not in files
+        ]:
             problem = f"has {name}_*{world}, and the files of ranks {listing(missing)} are missing"
-            raise CheckpointError(message(str(directory), problem, "", "Fetch the missing files: all are needed"))
+            raise CheckpointError(
+                message(str(directory), problem, "", "Fetch the missing files: all are needed")
+            )
     return {name: [files[rank] for rank in sorted(files)] for (name, _), files in sets.items()}
 
 
@@ -113,20 +138,30 @@ def _load(file: Path) -> Mapping[Any, Any]:
     return tree
 
 
-# ---- one tensor of all ranks ------------------------------------------------------------------------------------
+# ---- one tensor of all ranks ---------------------------------------------------------------------
 
 
 def _parts(values: list[Any], key: str) -> tuple[torch.Size, dict[Box, Tensor]]:
     """Return the shape of a tensor, and the parts of all ranks, which must fill it."""
     first = values[0]
     if isinstance(first, _ShardedPieces):
-        shape, parts = first.size_of_full, {box: part for each in values for part, box in each.pieces}
+        shape, parts = (
+            first.size_of_full,
+            {box: part for each in values for part, box in each.pieces},
+        )
     elif isinstance(first, DTensor):
-        shape, parts = first.shape, {_box(each, rank, key): local_tensor(each) for rank, each in enumerate(values)}
+        shape, parts = (
+            first.shape,
+            {_box(each, rank, key): local_tensor(each) for rank, each in enumerate(values)},
+        )
     else:
         shape, parts = first.shape, {full_box(first.shape): first}
-        # Runs of FSDP1's own optimizer may have one shape on all ranks; buffers may differ in their values.
-        if any(each.shape != shape or (_OPTIMIZER in key and not torch.equal(each, first)) for each in values):
+        # Runs of FSDP1's own optimizer may have one shape on all ranks; buffers may differ in their
+        # values.
+        if any(
+            each.shape != shape or (_OPTIMIZER in key and not torch.equal(each, first))
+            for each in values
+        ):
             raise _refused(key, "is a plain tensor that differs between ranks")
     if not covers(parts, shape):
         raise _refused(key, "is not filled, each element once, by its parts in the files")
@@ -134,7 +169,9 @@ def _parts(values: list[Any], key: str) -> tuple[torch.Size, dict[Box, Tensor]]:
 
 
 def _box(tensor: DTensor, rank: int, key: str) -> Box:
-    """Return the box of the rank that wrote a DTensor; it may be read in another world, or without one."""
+    """Return the box of the rank that wrote a DTensor; it may be read in another world, or without
+    one.
+    """
     at = (tensor.device_mesh.mesh == rank).nonzero().tolist()
     if len(at) != 1 or any(place.is_partial() for place in tensor.placements):
         raise _refused(key, "is a partial sum, or on a mesh without the rank of its file")
@@ -142,13 +179,19 @@ def _box(tensor: DTensor, rank: int, key: str) -> Box:
 
 
 def _refused(key: str, problem: str) -> CheckpointError:
-    rule = "Shards are read from the files of all ranks, as DTensors, ShardedTensors or FSDP1's flat parameters, and "
+    rule = (
+        "Shards are read from the files of all ranks, as DTensors, ShardedTensors or FSDP1's flat "
+        "parameters, and "
+    )
     rule += "an optimizer of FSDP1 by name, from FSDP.optim_state_dict(model, optimizer)"
-    fix = "Pass the directory, with rank_<number> at the end of the files' names; or pass the model's file alone"
+    fix = (
+        "Pass the directory, with rank_<number> at the end of the files' names; or pass the "
+        "model's file alone"
+    )
     return CheckpointError(message(key, problem, rule, fix))
 
 
-# ---- FSDP1 ------------------------------------------------------------------------------------------------------
+# ---- FSDP1 ---------------------------------------------------------------------------------------
 
 
 class _Shell:
@@ -164,7 +207,9 @@ class _Shell:
 
 
 class _ShardedPieces(Tensor):
-    """A ShardedTensor of FSDP1 as its file has it; torch's own class requires the process group that wrote it."""
+    """A ShardedTensor of FSDP1 as its file has it; torch's own class requires the process group
+    that wrote it.
+    """
 
     size_of_full: torch.Size
     pieces: list[tuple[Tensor, Box]]  # this rank's parts, and where they lie
@@ -173,7 +218,9 @@ class _ShardedPieces(Tensor):
         shards, metadata, *_ = state
         self.size_of_full = torch.Size(metadata.size)
         places = [(shard.tensor, shard.metadata) for shard in shards]
-        self.pieces = [(t, tuple(zip(at.shard_offsets, at.shard_sizes, strict=True))) for t, at in places]
+        self.pieces = [
+            (t, tuple(zip(at.shard_offsets, at.shard_sizes, strict=True))) for t, at in places
+        ]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -209,7 +256,9 @@ _SHELLS: list[Any] = [
 
 @dataclass(frozen=True)
 class _Run:
-    """A parameter as a run of the elements of a flat one, which the ranks hold one after the other."""
+    """A parameter as a run of the elements of a flat one, which the ranks hold one
+    after the other.
+    """
 
     shape: torch.Size
     shards: list[Tensor]
@@ -225,23 +274,30 @@ class _Run:
 
 
 def _by_parameter(trees: _Trees, shapes: Shapes | None, where: str) -> dict[Any, Any]:
-    """Return a state dict with each flat parameter replaced by the runs of the unit's parameters. Local, pure.
+    """Return a state dict with each flat parameter replaced by the runs of the unit's parameters.
+    Local, pure.
 
-    A flat parameter is the parameters of a unit, without those of the units inside it, in the model's order, and zeros
-    at the end. With ``use_orig_params=True`` its parameters start at multiples of 16 bytes, and are listed by name too.
+    A flat parameter is the parameters of a unit, without those of the units inside it, in the
+    model's order, and zeros at the end. With ``use_orig_params=True`` its parameters start at
+    multiples of 16 bytes, and are listed by name too.
     """
     if shapes is None:
         rule = "Flat parameters do not store the shapes of parameters, so the model must give them"
         fix = "Load it with load_checkpoint(path, model), and save that"
         raise CheckpointError(message(where, "is FSDP1's LOCAL_STATE_DICT", rule, fix))
-    units: dict[str, list[str]] = {key.removesuffix(_FLAT): [] for key in trees[0] if key.endswith(_FLAT)}
+    units: dict[str, list[str]] = {
+        key.removesuffix(_FLAT): [] for key in trees[0] if key.endswith(_FLAT)
+    }
     found = {key: value for key, value in trees[0].items() if not key.endswith(_FLAT)}
     for name in shapes:
         if around := [unit for unit in units if name.startswith(unit)]:
             units[max(around, key=len)].append(name)
     for unit, names in units.items():
         flat = [tree[unit + _FLAT] for tree in trees]
-        pieces = [[part for part, _ in each.pieces] if isinstance(each, _ShardedPieces) else [each] for each in flat]
+        pieces = [
+            [part for part, _ in each.pieces] if isinstance(each, _ShardedPieces) else [each]
+            for each in flat
+        ]
         shards = [part.detach() for of_rank in pieces for part in of_rank]
         step, end = 16 // shards[0].element_size() if found.keys() & names else 1, 0
         for name in names:
@@ -251,7 +307,10 @@ def _by_parameter(trees: _Trees, shapes: Shapes | None, where: str) -> dict[Any,
         total = sum(shard.numel() for shard in shards)
         if not end <= total <= end + max(len(trees) - 1, 1):
             rule = "The shards of all ranks must add up to the model's parameters, unit by unit"
-            fix = "Load into the model that was saved, with its parameters in the same order, or save FULL_STATE_DICT"
+            fix = (
+                "Load into the model that was saved, with its parameters in the same order, or "
+                "save FULL_STATE_DICT"
+            )
             problem = f"has {total} elements in the files, and {end} here"
             raise CheckpointError(message(f"{where}: {listing(names)}", problem, rule, fix))
     return found

@@ -39,8 +39,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     text = "train a small transformer sharded and plain, and compare"
     about = f"{text.capitalize()}. Under torchrun its ranks are used, else they are started here."
     parser: argparse.ArgumentParser = commands.add_parser("demo", help=text, description=about)
-    parser.add_argument("--ranks", type=positive, help="processes to start (default: one for each GPU, else 2)")
-    parser.add_argument("--steps", type=positive, default=60, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=positive, help="processes to start (default: one for each GPU, else 2)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=60, help="optimizer steps (default: %(default)s)"
+    )
     return parser
 
 
@@ -56,10 +60,18 @@ def run(options: argparse.Namespace) -> int:
     launched = "WORLD_SIZE" in os.environ  # by torchrun
     job = Job(int(os.environ.get("WORLD_SIZE", 0)) or options.ranks or gpus or 2, options.steps)
     if not launched and 0 < gpus < job.ranks:
-        raise ShardkitError(f"--ranks is {job.ranks}, and torch sees {gpus} GPUs. Set CUDA_VISIBLE_DEVICES= for CPUs.")
+        raise ShardkitError(
+            f"--ranks is {job.ranks}, and torch sees {gpus} GPUs. Set CUDA_VISIBLE_DEVICES= for "
+            "CPUs."
+        )
     if job.steps > MOST_STEPS and not is_exact("cuda" if gpus else "cpu", job.ranks):
-        problem = f"--steps is {job.steps}, and gradients are summed in another order than without sharding"
-        raise ShardkitError(f"{problem}. Use at most {MOST_STEPS}, until which the rounding stays small.")
+        problem = (
+            f"--steps is {job.steps}, and gradients are summed in another order than without "
+            "sharding"
+        )
+        raise ShardkitError(
+            f"{problem}. Use at most {MOST_STEPS}, until which the rounding stays small."
+        )
     if launched:
         ensure_process_group()
     holds = train_and_compare(job) if launched else _on_ranks_of_our_own(job, gpus)
@@ -80,7 +92,9 @@ def _on_ranks_of_our_own(job: Job, gpus: int) -> bool:
         # slow is not stuck
         pool = RankPool(job.ranks, backend="nccl" if gpus else "gloo", timeout=24 * 3600)
         with ThreadPoolExecutor(1) as thread, pool:  # an interrupt closes the pool first
-            done = thread.submit(pool.run, train_and_compare, replace(job, output=Path(output.name)))
+            done = thread.submit(
+                pool.run, train_and_compare, replace(job, output=Path(output.name))
+            )
             while not done.done():
                 print(output.read(), end="", flush=True)
                 wait([done], 0.1)

@@ -37,16 +37,24 @@ class ByteTransformer(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, dim: int = 128, num_layers: int = 4, num_heads: int = 4, context: int = 128) -> None:
+    def __init__(
+        self, dim: int = 128, num_layers: int = 4, num_heads: int = 4, context: int = 128
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, dim)
-        block = functools.partial(nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True)
-        self.layers = nn.ModuleList(block(dim, num_heads, 4 * dim, dropout=0.0) for _ in range(num_layers))
+        block = functools.partial(
+            nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.ModuleList(
+            block(dim, num_heads, 4 * dim, dropout=0.0) for _ in range(num_layers)
+        )
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, BYTES, bias=False)
         angles = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(0, dim, 2) / dim))
         # Not persistent, so not in any checkpoint: materialize() has to compute it, and does.
-        self.register_buffer("positions", torch.cat((angles.sin(), angles.cos()), dim=-1), persistent=False)
+        self.register_buffer(
+            "positions", torch.cat((angles.sin(), angles.cos()), dim=-1), persistent=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of each next byte, (batch, sequence, 256), for int64 bytes of (batch,
@@ -66,7 +74,9 @@ def load_text() -> Tensor:
     (bytes,).
     """
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8
+    )
 
 
 @dataclass(frozen=True)
@@ -108,8 +118,15 @@ def train_and_compare(job: Job) -> bool:
     # Matrix products may differ in the last digit between numbers of threads, and ranks share the
     # cores.
     torch.set_num_threads(1)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    job.say(f"shardkit demo: {job.ranks} rank(s) on {device.type}, {job.steps} steps on Python's own sources")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+    job.say(
+        f"shardkit demo: {job.ranks} rank(s) on {device.type}, {job.steps} steps on Python's own "
+        "sources"
+    )
     sharded = train_sharded(job)
     if dist.get_rank() != 0:
         return True
@@ -149,7 +166,9 @@ def train_plain(job: Job, device: torch.device) -> Run:
     return run
 
 
-def _train(job: Job, title: str, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[int]) -> Run:
+def _train(
+    job: Job, title: str, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[int]
+) -> Run:
     """Train on all ``parts`` of each batch, or without any on this rank's part, which is
     collective.
     """
@@ -168,7 +187,9 @@ def _train(job: Job, title: str, model: nn.Module, optimizer: torch.optim.Optimi
         run.losses.append(mean)
         done = step + 1
         if done in (1, job.steps) or done % max(1, job.steps // 4) == 0:
-            job.say(f"{title:8} step {done:>{len(str(job.steps))}}/{job.steps}  loss {mean.item():.4f}")
+            job.say(
+                f"{title:8} step {done:>{len(str(job.steps))}}/{job.steps}  loss {mean.item():.4f}"
+            )
     return run
 
 
@@ -209,7 +230,10 @@ class Check(NamedTuple):
 
     def __str__(self) -> str:
         verdict = "ok" if self.holds else "FAILED"
-        return f"  {self.name:13}  {self.difference:<9.3g}  {f'at most {self.bound:g}, {self.reason}':55}  {verdict}"
+        return (
+            f"  {self.name:13}  {self.difference:<9.3g}  "
+            f"{f'at most {self.bound:g}, {self.reason}':55}  {verdict}"
+        )
 
 
 def compare(device_type: str, ranks: int, sharded: Run, plain: Run) -> list[Check]:
@@ -219,7 +243,9 @@ def compare(device_type: str, ranks: int, sharded: Run, plain: Run) -> list[Chec
         max(_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items()),
     ]
     bounds = EXACT if is_exact(device_type, ranks) else ROUNDED
-    return [Check(name, each, *bound) for (name, bound), each in zip(bounds.items(), found, strict=True)]
+    return [
+        Check(name, each, *bound) for (name, bound), each in zip(bounds.items(), found, strict=True)
+    ]
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -1,17 +1,20 @@
 """From FSDP1 to FSDP2: arguments and configuration files, translated, and a drop-in for its class.
 
-Every public name of ``torch.distributed.fsdp`` is found here too, and those of its modules ``wrap``, ``api``,
-``fully_sharded_data_parallel`` and ``sharded_grad_scaler`` in the modules of the same name. All but
-``FullyShardedDataParallel`` are torch's own objects, and private modules stay torch's. ``as_dtensors`` is ours.
+Every public name of ``torch.distributed.fsdp`` is found here too, and those of its modules
+``wrap``, ``api``, ``fully_sharded_data_parallel`` and ``sharded_grad_scaler`` in the modules of the
+same name. All but ``FullyShardedDataParallel`` are torch's own objects, and private modules stay
+torch's. ``as_dtensors`` is ours.
 """
 
 import importlib
 import typing
 
 import torch.distributed.fsdp
+
+# what a program's star import brings: FSDP1's names, not ours
 from torch.distributed.fsdp import (
     __all__ as __all__,
-)  # what a program's star import brings: FSDP1's names, not ours
+)
 
 from shardkit._fsdp.plain import as_dtensors as as_dtensors
 from shardkit.fsdp1.configs import from_config as from_config
@@ -26,7 +29,9 @@ from shardkit.fsdp1.translate.strategy import Resolved as Resolved
 from shardkit.fsdp1.translate.strategy import parse_strategy as parse_strategy
 from shardkit.fsdp1.translate.strategy import resolve_strategy as resolve_strategy
 
-if typing.TYPE_CHECKING:  # at run time by __getattr__, with whatever the installed torch has beside these
+if (
+    typing.TYPE_CHECKING
+):  # at run time by __getattr__, with whatever the installed torch has beside these
     from torch.distributed.fsdp import *  # type: ignore[assignment]  # noqa: F403  all but the class, which is ours
     from torch.distributed.fsdp import FlatParameter as FlatParameter
 

@@ -1,4 +1,6 @@
-"""``python -m shardkit.fsdp1 train.py ARGS...``: run an FSDP1 program on FSDP2 without touching it."""
+"""``python -m shardkit.fsdp1 train.py ARGS...``: run an FSDP1 program on FSDP2
+without touching it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,15 @@ USAGE = 2  # as argparse's own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program that the arguments name, in this process; its own exit code comes as its SystemExit."""
+    """Run the program that the arguments name, in this process; its own exit code comes as its
+    SystemExit.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m shardkit.fsdp1",
         usage="%(prog)s {FILE | -m MODULE} [ARGUMENT ...]",
-        description="Run a program written for torch.distributed.fsdp.FullyShardedDataParallel on fully_shard: the "
-        "class in torch.distributed.fsdp is replaced before the program runs.",
+        description="Run a program written for torch.distributed.fsdp.FullyShardedDataParallel on "
+        "fully_shard: the class in torch.distributed.fsdp is replaced before the program "
+        "runs.",
         epilog="With several ranks: torchrun --nproc-per-node 8 -m shardkit.fsdp1 train.py --lr 1e-4",
     )
     given = list(sys.argv[1:] if arguments is None else arguments)

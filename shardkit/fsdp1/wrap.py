@@ -1,4 +1,6 @@
-"""``torch.distributed.fsdp.wrap``: torch's own policies, ``wrap`` and ``enable_wrap``, which take any wrapper class."""
+"""``torch.distributed.fsdp.wrap``: torch's own policies, ``wrap`` and ``enable_wrap``, which take
+any wrapper class.
+"""
 
 import typing as _typing
 

@@ -77,8 +77,13 @@ def accumulate(
     check_module(model)
     note("accumulate", last=last, keep_unsharded=keep_unsharded, shard_gradients=shard_gradients)
     if steps_in_backward(sharded_parameters(model)):
-        problem = "is stepped by optimizer_in_backward as soon as there is a gradient, so none can be accumulated"
-        raise ShardkitError(message("model", problem, "", "Use one large batch, or an ordinary optimizer"))
+        problem = (
+            "is stepped by optimizer_in_backward as soon as there is a gradient, so none can be "
+            "accumulated"
+        )
+        raise ShardkitError(
+            message("model", problem, "", "Use one large batch, or an ordinary optimizer")
+        )
     if keep_unsharded not in (None, False, True, "frozen"):
         problem = f'must be True, False, None or "frozen", got {keep_unsharded!r}'
         raise ShardkitError(message("keep_unsharded", problem, "", ""))
@@ -156,8 +161,13 @@ def reset_after_error(model: nn.Module) -> None:
     """
     if parts := modules_of_other_roots(model):
         names = {module: name or "(root)" for name, module in model.named_modules()}
-        problem = f"holds modules of an FSDP root outside of it: {listing(names[module] for module in parts)}"
-        raise ShardkitError(message("model", problem, "", "Pass the root, the module whose forward you call"))
+        problem = (
+            "holds modules of an FSDP root outside of it: "
+            f"{listing(names[module] for module in parts)}"
+        )
+        raise ShardkitError(
+            message("model", problem, "", "Pass the root, the module whose forward you call")
+        )
     for root in fsdp_roots(model):
         reset_iteration(root)
     zero_grad(model)

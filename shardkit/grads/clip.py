@@ -72,9 +72,17 @@ def clip_grad_norm_(
     """
     p, limit, params = float(norm_type), float(max_norm), _parameters(parameters)
     if not p > 0:  # or nan
-        raise ShardkitError(message("norm_type", f"must be > 0 or inf, got {norm_type!r}", "", "Use 2.0, 1.0 or inf"))
+        raise ShardkitError(
+            message(
+                "norm_type", f"must be > 0 or inf, got {norm_type!r}", "", "Use 2.0, 1.0 or inf"
+            )
+        )
     if not limit >= 0:
-        raise ShardkitError(message("max_norm", f"must be at least 0, got {max_norm!r}", "", "Pass 1.0, for example"))
+        raise ShardkitError(
+            message(
+                "max_norm", f"must be at least 0, got {max_norm!r}", "", "Pass 1.0, for example"
+            )
+        )
     note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
     with plain_attributes():
         grads = [param.grad for param in params]
@@ -99,11 +107,15 @@ def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tenso
     the gradients.
     """
     if isinstance(parameters, (nn.Module, Tensor)):
-        return [parameters] if isinstance(parameters, Tensor) else list(sharded_parameters(parameters))
+        return (
+            [parameters] if isinstance(parameters, Tensor) else list(sharded_parameters(parameters))
+        )
     params = list(dict.fromkeys(parameters))
     if not params and isinstance(parameters, Iterator):
         problem = "is a generator that was read before"
-        raise ShardkitError(message("parameters", problem, "", "Pass the model, or call model.parameters() again"))
+        raise ShardkitError(
+            message("parameters", problem, "", "Pass the model, or call model.parameters() again")
+        )
     return params
 
 
@@ -123,7 +135,9 @@ class _Bucket:
     def axes(self, *, sharding: bool) -> list[dist.ProcessGroup]:
         """Return the axes that shard, or those that do not."""
         axes = zip(self.mesh.get_all_groups(), self.placements, strict=True)
-        return [axis for axis, place in axes if axis.size() > 1 and place.is_replicate() is not sharding]
+        return [
+            axis for axis, place in axes if axis.size() > 1 and place.is_replicate() is not sharding
+        ]
 
 
 def _total_norm(
@@ -139,24 +153,35 @@ def _total_norm(
     elif group is None:
         return nn.utils.get_total_norm(plain, p)
     else:
-        total = _power_sum(steps.by_device_and_dtype(plain), p, torch.device(collective_device(group)))
+        total = _power_sum(
+            steps.by_device_and_dtype(plain), p, torch.device(collective_device(group))
+        )
     if group is not None:
         total = _all_reduced(total, p, [group])
     doubles = not {torch.float64, torch.complex128}.isdisjoint(map(attrgetter("dtype"), params))
-    return (total if p == math.inf else total.pow(1 / p)).to(torch.float64 if doubles else torch.float32)
+    return (total if p == math.inf else total.pow(1 / p)).to(
+        torch.float64 if doubles else torch.float32
+    )
 
 
-def _split(params: list[Any], grads: list[Tensor | None]) -> tuple[list[_Bucket], list[Tensor], list[Tensor]]:
+def _split(
+    params: list[Any], grads: list[Tensor | None]
+) -> tuple[list[_Bucket], list[Tensor], list[Tensor]]:
     """Return a bucket for each mesh that this rank is in and its placements, also without
     gradients; the plain ones.
 
     And the memory of those that are Partial, as tensor parallelism leaves them: buckets have their
     sums, as copies.
     """
-    if steps.steps_in_backward(param for param, grad in zip(params, grads, strict=True) if grad is None):
+    if steps.steps_in_backward(
+        param for param, grad in zip(params, grads, strict=True) if grad is None
+    ):
         problem = "are stepped in backward, after which they have no gradients"
         rule = "A norm of all gradients needs all of them at once"
-        fix = "Do not clip, or use an optimizer that steps after backward instead of optimizer_in_backward"
+        fix = (
+            "Do not clip, or use an optimizer that steps after backward instead of "
+            "optimizer_in_backward"
+        )
         raise ShardkitError(message("parameters", problem, rule, fix))
     buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Bucket] = {}
     bucket: _Bucket | None = None
@@ -164,7 +189,8 @@ def _split(params: list[Any], grads: list[Tensor | None]) -> tuple[list[_Bucket]
 
     def summed(grad: DTensor, param: Any) -> Tensor:
         partial.append(local_tensor(grad))
-        return steps.redistributed(grad, param).clone()  # which a mesh of one rank may return as it is
+        # which a mesh of one rank may return as it is
+        return steps.redistributed(grad, param).clone()
 
     layouts = steps.placements_of(params)
     parts = steps.local_tensors(grads, params, layouts, summed)
@@ -187,8 +213,15 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
     """Return the p-th power of the norm over all ranks of the parameters' meshes. Collective."""
     largest = max(buckets, key=lambda bucket: bucket.mesh.size())
     groups = largest.mesh.get_all_groups()
-    parts = [each for each in buckets if each is not largest and not set(each.mesh.get_all_groups()) <= set(groups)]
-    ranks = {each: sorted(each.mesh.mesh.flatten().tolist()) for each in ([largest, *parts] if parts else ())}
+    parts = [
+        each
+        for each in buckets
+        if each is not largest and not set(each.mesh.get_all_groups()) <= set(groups)
+    ]
+    ranks = {
+        each: sorted(each.mesh.mesh.flatten().tolist())
+        for each in ([largest, *parts] if parts else ())
+    }
     if outside := [each for each in ranks.values() if not set(each) <= set(ranks[largest])]:
         problem = f"are on a mesh of ranks {outside[0]} and on one of ranks {ranks[largest]}"
         rule = "The norm is summed over the largest mesh and the meshes inside it"
@@ -197,7 +230,9 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
     # The axes to sum over must not depend on what only some ranks have, or the others would not
     # join.
     used = {axis for each in buckets if each not in parts for axis in each.axes(sharding=True)}
-    axes = tuple(axis for axis in groups if axis.size() > 1 and (has_plain or parts or axis in used))
+    axes = tuple(
+        axis for axis in groups if axis.size() > 1 and (has_plain or parts or axis in used)
+    )
 
     def share(kinds: list[list[Tensor]], copies: Iterable[dist.ProcessGroup]) -> Tensor:
         """What this rank adds to the sum, which counts each element as often as there are
@@ -210,7 +245,9 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
     for each in buckets:
         # otherwise the ranks along an axis that does not shard it hold the same
         is_own = each in parts
-        copies = each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
+        copies = (
+            each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
+        )
         powers.append(share(each.kinds, copies))
     stacked = torch.stack(powers)
     return _all_reduced(stacked.max() if p == math.inf else stacked.sum(), p, axes)
@@ -226,9 +263,12 @@ def _power_sum(kinds: list[list[Tensor]], p: float, device: torch.device) -> Ten
     norms = [torch.zeros(1, dtype=torch.float64, device=device)]
     for same in kinds:
         if p == math.inf:
-            same = [grad for grad in same if grad.numel()] or [same[0].new_zeros(1)]  # an empty shard has no largest
+            # an empty shard has no largest
+            same = [grad for grad in same if grad.numel()] or [same[0].new_zeros(1)]
         dtype = torch.promote_types(same[0].dtype, torch.float32)
-        norms.append(torch.stack(steps.foreach_norm(same, p, dtype=dtype)).to(device, torch.float64))
+        norms.append(
+            torch.stack(steps.foreach_norm(same, p, dtype=dtype)).to(device, torch.float64)
+        )
     flat = torch.cat(norms)
     return flat.max() if p == math.inf else flat.pow(p).sum()
 

@@ -49,7 +49,9 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     """
     count = torch.as_tensor(num_tokens).detach()
     if count.ndim:
-        problem = f"must be one number, the count of this rank's tokens, got shape {tuple(count.shape)}"
+        problem = (
+            f"must be one number, the count of this rank's tokens, got shape {tuple(count.shape)}"
+        )
         raise ShardkitError(message("num_tokens", problem, "", "Pass its sum()"))
     dtype = torch.float64 if count.is_floating_point() else torch.int64
     note("global_token_count")
@@ -131,7 +133,11 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
         ShardkitError: another ``reduction``.
     """
     if reduction not in ("mean", "sum"):
-        raise ShardkitError(message("reduction", f'must be "mean" or "sum", got {reduction!r}', "", "Pass one of them"))
+        raise ShardkitError(
+            message(
+                "reduction", f'must be "mean" or "sum", got {reduction!r}', "", "Pass one of them"
+            )
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0 if reduction == "sum" else None)  # type: ignore[arg-type]
@@ -144,11 +150,18 @@ def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) ->
     token.
     """
     count = torch.as_tensor(num_tokens)
-    units = [unit for unit in fsdp_units(model) if any(p.sharded_param.requires_grad for p in unit.fsdp_params)]
+    units = [
+        unit
+        for unit in fsdp_units(model)
+        if any(p.sharded_param.requires_grad for p in unit.fsdp_params)
+    ]
     divisors = [divisor(unit) for unit in units] or [1.0]
     if len(set(divisors)) > 1:
         names = {module: name or "(root)" for name, module in model.named_modules()}
-        each = [f"{names[unit.modules[0]]} by {number:g}" for unit, number in zip(units, divisors, strict=True)]
+        each = [
+            f"{names[unit.modules[0]]} by {number:g}"
+            for unit, number in zip(units, divisors, strict=True)
+        ]
         problem = f"has units that divide gradients by different numbers: {listing(each)}"
         rule = "One scale of the loss is right for all units only if they divide by the same number"
         fix = 'Call set_gradient_reduction(model, "sum") once, after sharding'
@@ -188,7 +201,9 @@ class GradScaler(UnscalingGradScaler):
         super().__init__(device or device_type(), *args, **kwargs)
 
     @torch.no_grad()
-    def unscale_grads(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Tensor:
+    def unscale_grads(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Tensor:
         """Unscale this rank's shards in place; 1.0 on every rank if any of them found inf or nan,
         else 0.0.
         """
@@ -196,7 +211,10 @@ class GradScaler(UnscalingGradScaler):
         grads = [param.grad for param in params if param.grad is not None]
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
             rule = "Unscaling in float16 loses small values"
-            fix = "Keep parameters in float32, and compute in fp16 by MixedPrecisionPolicy(param_dtype=torch.float16)"
+            fix = (
+                "Keep parameters in float32, and compute in fp16 by "
+                "MixedPrecisionPolicy(param_dtype=torch.float16)"
+            )
             raise ShardkitError(message("optimizer", "has gradients in float16", rule, fix))
         device = found_inf.device
         for local in by_device_and_dtype(grads):
@@ -204,7 +222,12 @@ class GradScaler(UnscalingGradScaler):
             amp_unscale_(local, found, inv_scale.to(found.device))
             found_inf = torch.maximum(found_inf, found.to(device))
         meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-        axes = {group: mesh.device_type for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1}
+        axes = {
+            group: mesh.device_type
+            for mesh in meshes
+            for group in mesh.get_all_groups()
+            if group.size() > 1
+        }
         for group, mesh_device in axes.items():
             # where the mesh reduces: offloaded shards are elsewhere
             found_inf = found_inf.to(mesh_device)

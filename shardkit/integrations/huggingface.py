@@ -60,7 +60,8 @@ def keep_sharded(runner: Runner) -> Runner:
     _check(runner, accelerator)
     if runner is not accelerator:
         _check_model(accelerator, runner.model)  # type: ignore[attr-defined]
-        runner.is_fsdp_enabled = True  # type: ignore[attr-defined]  # transformers keeps what the state said at first
+        # transformers keeps what the state said at first
+        runner.is_fsdp_enabled = True  # type: ignore[attr-defined]
     _set_fsdp2(accelerator)
     accelerator.native_amp = False  # no autocast: the plan's MixedPrecisionPolicy casts
     accelerator.prepare = partial(_prepare, accelerator)
@@ -75,11 +76,23 @@ def _take_over(model: nn.Module) -> None:
         raise ShardkitError(_not_sharded(model))
     config: Any = model.config
     sizes = getattr(config, "distributed_config", None)
-    plain = [name for name, each in model.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+    plain = [
+        name
+        for name, each in model.named_parameters()
+        if each.requires_grad and not isinstance(each, DTensor)
+    ]
     if sizes is not None and (plain or sizes.tp_size * sizes.pp_size * sizes.ep_size > 1):
-        problem = f"trains plain parameters: {listing(plain, 4)}" if plain else f"is split by more than FSDP: {sizes}"
-        fix = "Pass a model with fsdp_size= and dp_replicate_size= alone, and adapters to shard_model"
-        raise ShardkitError(message(type(model).__name__, problem, "keep_sharded leaves reductions to FSDP2", fix))
+        problem = (
+            f"trains plain parameters: {listing(plain, 4)}"
+            if plain
+            else f"is split by more than FSDP: {sizes}"
+        )
+        fix = (
+            "Pass a model with fsdp_size= and dp_replicate_size= alone, and adapters to shard_model"
+        )
+        raise ShardkitError(
+            message(type(model).__name__, problem, "keep_sharded leaves reductions to FSDP2", fix)
+        )
     vars(model)["_is_distributed_loading_by_transformers"] = False
     config.distributed_config = None
 
@@ -104,14 +117,24 @@ def _check(runner: object, accelerator: Any) -> None:
         accelerator.distributed_type.value,
         dist.get_world_size() if dist.is_initialized() else 1,
     )
-    if asked or (plugin is not None and not hasattr(plugin, _OURS)) or kind in ("DEEPSPEED", "MEGATRON_LM"):
+    if (
+        asked
+        or (plugin is not None and not hasattr(plugin, _OURS))
+        or kind in ("DEEPSPEED", "MEGATRON_LM")
+    ):
         problem = "is told to shard too, and shard_model has sharded the model"
         fix = "Remove fsdp= or deepspeed= and ACCELERATE_USE_FSDP, and launch with torchrun"
     elif accelerator.num_processes != ranks:
-        problem = f"trains on {accelerator.num_processes} processes, and the process group has {ranks} ranks"
+        problem = (
+            f"trains on {accelerator.num_processes} processes, and the process group has {ranks} "
+            "ranks"
+        )
         fix = "On CPUs pass use_cpu=True to TrainingArguments, or cpu=True to Accelerator"
     elif accelerator.mixed_precision not in ("no", "bf16"):
-        problem = f"has mixed_precision={accelerator.mixed_precision!r}, whose scaler does not agree between ranks"
+        problem = (
+            f"has mixed_precision={accelerator.mixed_precision!r}, whose scaler does not agree "
+            "between ranks"
+        )
         fix = "Use bf16, or shardkit.GradScaler in a loop of your own"
     else:
         return
@@ -123,9 +146,13 @@ def _set_fsdp2(accelerator: Any) -> None:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     # What matters of what it would read from the environment.
-    off = dict.fromkeys(("cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"), False)
+    off = dict.fromkeys(
+        ("cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"), False
+    )
     kinds = {"auto_wrap_policy": "NO_WRAP", "state_dict_type": "FULL_STATE_DICT"}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, **off, **kinds)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, **off, **kinds
+    )
     setattr(plugin, _OURS, True)
     # the constructor's fsdp_plugin= has no effect on CPUs
     for state in (
@@ -165,10 +192,14 @@ def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None =
 def _without_dtensors(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Let it step without DTensors if it is known to be able to, and does not yet."""
     kind = type(optimizer)
-    steps = any(getattr(kind, way, False) for way in ("steps_on_local_shards", "steps_on_whole_matrices"))
+    steps = any(
+        getattr(kind, way, False) for way in ("steps_on_local_shards", "steps_on_whole_matrices")
+    )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not steps and any(isinstance(param, DTensor) for param in params):
-        by_matrix = kind.__name__ in ("Muon", "Adafactor") and kind.__module__.startswith(("torch.", "transformers."))
+        by_matrix = kind.__name__ in ("Muon", "Adafactor") and kind.__module__.startswith(
+            ("torch.", "transformers.")
+        )
         with suppress(ShardkitError):  # others step on DTensors
             return (step_on_whole_matrices if by_matrix else step_on_local_shards)(optimizer)
     return optimizer
@@ -181,8 +212,14 @@ def _check_model(accelerator: Any, model: nn.Module) -> None:
     if accelerator.mixed_precision == "bf16" and torch.bfloat16 not in dtypes:
         problem = f"is bf16, and the model computes in {', '.join(sorted(map(str, dtypes)))}"
         rule = "The plan sets the dtype of a sharded model; accelerate's autocast is off"
-        policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-        raise ShardkitError(message("mixed_precision", problem, rule, f"Pass {policy} to shard_model, or bf16=False"))
+        policy = (
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+        raise ShardkitError(
+            message(
+                "mixed_precision", problem, rule, f"Pass {policy} to shard_model, or bf16=False"
+            )
+        )
 
 
 def _not_sharded(model: nn.Module) -> str:
@@ -203,7 +240,9 @@ def refuse_merges(model: nn.Module) -> None:
     DTensor: the result is the base.
     """
     for name, module in model.named_modules():
-        if all(callable(getattr(type(module), call, None)) for call in _CALLS) and hasattr(module, "merged"):
+        if all(callable(getattr(type(module), call, None)) for call in _CALLS) and hasattr(
+            module, "merged"
+        ):
             for call in _CALLS:
                 setattr(module, call, partial(_on_full, module, name, call))
 
@@ -211,6 +250,11 @@ def refuse_merges(model: nn.Module) -> None:
 def _on_full(module: nn.Module, name: str, call: str, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(param, DTensor) for param in module.parameters()):
         rule = "Merging assigns weight.data, which does not reach the shards of a DTensor"
-        fix = "Call it inside `with shardkit.full_params(model, writeback=True):`, for the model or layer by layer"
-        raise ShardkitError(message(f"{name}.{call}", "cannot run while its parameters are sharded", rule, fix))
+        fix = (
+            "Call it inside `with shardkit.full_params(model, writeback=True):`, for the model or "
+            "layer by layer"
+        )
+        raise ShardkitError(
+            message(f"{name}.{call}", "cannot run while its parameters are sharded", rule, fix)
+        )
     return getattr(type(module), call)(module, *args, **kwargs)

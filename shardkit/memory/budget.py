@@ -35,7 +35,10 @@ class BudgetPlan(Prediction):
 
     def __str__(self) -> str:
         peak = self.peak.total
-        answer = f"fits in {nbytes(self.limit)}: {self.name}; peak {nbytes(peak)}, {nbytes(self.limit - peak)} free"
+        answer = (
+            f"fits in {nbytes(self.limit)}: {self.name}; peak {nbytes(peak)}, "
+            f"{nbytes(self.limit - peak)} free"
+        )
         rows = [["plan", "peak", ""]]
         for each in self.weighed:
             verdict = "" if each.peak.total <= self.limit else "does not fit"
@@ -87,7 +90,9 @@ def plan_for_budget(
     if batch is None:
         rule, fix = "Activations depend on it", "Pass one rank's micro-batch as the model takes it"
         raise PlanError(message("batch", "must be given, got None", rule, fix))
-    return choose(Step(model, plan, batch, loss, micro_batches), OptimizerBytes.of(optimizer), limit)
+    return choose(
+        Step(model, plan, batch, loss, micro_batches), OptimizerBytes.of(optimizer), limit
+    )
 
 
 def limit_of(budget: int | str, reserve: float) -> int:
@@ -112,10 +117,15 @@ def choose(step: Step, optimizer: OptimizerBytes, limit: int) -> BudgetPlan:
     search.run()
     last = search.weighed[-1]
     if last.peak.total <= limit:
-        return BudgetPlan(last.name, last.plan, last.timeline, last.host, tuple(search.weighed), limit)
+        return BudgetPlan(
+            last.name, last.plan, last.timeline, last.host, tuple(search.weighed), limit
+        )
     least = min(search.weighed, key=lambda candidate: candidate.peak.total)
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
-    problem = f"of {nbytes(limit)} without the reserve is too little: {least.name} still peaks at {peak}, "
+    problem = (
+        f"of {nbytes(limit)} without the reserve is too little: {least.name} still peaks at "
+        f"{peak}, "
+    )
     problem += f"{missing} too much, {least.peak.where}"
     fix = 'Use a smaller batch, smaller units, or tiles, such as tiles={"**.mlp": 4}'
     raise PlanError(message("budget", problem, "", fix))
@@ -143,7 +153,9 @@ class Search:
                 if not blocks or (policy == "selective" and has_units_inside):
                     continue
 
-                def first_blocks(number: int, plan: ShardingPlan = plan, policy: Any = policy) -> ShardingPlan:
+                def first_blocks(
+                    number: int, plan: ShardingPlan = plan, policy: Any = policy
+                ) -> ShardingPlan:
                     return with_checkpoints(plan, dict.fromkeys(blocks[:number], policy))
 
                 number = 1 + _most(len(blocks) - 1, lambda n: not self._fits(first_blocks(n)))
@@ -165,7 +177,9 @@ class Search:
 
     def _keep_gathered(self, name: str, plan: ShardingPlan) -> None:
         """Spend the memory that is left on saving all-gathers: the last units stay gathered."""
-        names = [unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False]
+        names = [
+            unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False
+        ]
         if plan.mesh.shard_size == 1 and not any(unit.offloads for unit in plan.units):
             return  # nothing is gathered
 

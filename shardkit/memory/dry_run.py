@@ -17,7 +17,9 @@ from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 
 
-def plan_checked(tree: ModelTree, build: Callable[[], ShardingPlan], batch: Any, *, by_default: bool) -> ShardingPlan:
+def plan_checked(
+    tree: ModelTree, build: Callable[[], ShardingPlan], batch: Any, *, by_default: bool
+) -> ShardingPlan:
     """Return the plan of ``build()``, checked by one forward: each unit has what it uses. Local.
 
     A unit of the default rule whose parameters are used outside of it is left out, with a note; in
@@ -49,7 +51,9 @@ def plan_checked(tree: ModelTree, build: Callable[[], ShardingPlan], batch: Any,
         notes.append(f"{listing(idle, 4)}: not called in the forward of example_batch")
     if uses.written:
         fix = "make it a buffer (docs/kinds-of-models.md)"
-        notes.append(f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}")
+        notes.append(
+            f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}"
+        )
     if uses.filled:
         fix = "return it, or keep it inside one unit (docs/kinds-of-models.md)"
         names = listing(uses.filled, 4)
@@ -64,7 +68,10 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
     fails.
     """
     unit_of = {fqn: unit.name for unit in plan.units for fqn in unit.params}
-    fix = "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) suits any forward"
+    fix = (
+        "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) "
+        "suits any forward"
+    )
     # a function that holds one may still pass it to operators
     real = list(model.named_parameters())
     with on_fake_tensors(model, plan, batch, "example_batch", fix) as (args, kwargs):
@@ -92,7 +99,9 @@ def _problem(unit: str, params: Mapping[str, str]) -> str:
     verb, inside = "is" if len(params) == 1 else "are", listing(dict.fromkeys(params.values()))
     rule = "FSDP2 gathers the parameters of a unit only while one of its modules is called"
     fix = f"Leave {unit} out of units=, so that an outer unit gathers it, or call the module"
-    return message(listing(params), f"{verb} used in {inside} while the unit {unit} is not gathered", rule, fix)
+    return message(
+        listing(params), f"{verb} used in {inside} while the unit {unit} is not gathered", rule, fix
+    )
 
 
 def _containers(tree: Any) -> Iterator[Any]:
@@ -115,11 +124,13 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.outside: dict[str, dict[str, str]] = {}  # by unit and FQN of a parameter: what ran when it was read
+        # by unit and FQN of a parameter: what ran when it was read
+        self.outside: dict[str, dict[str, str]] = {}
         self.called: dict[str, None] = {}  # units that ran, in order
         self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
         self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into
-        self.filled: dict[str, None] = {}  # lists and dicts among a unit's inputs that it wrote into
+        # lists and dicts among a unit's inputs that it wrote into
+        self.filled: dict[str, None] = {}
         self.owned: dict[int, tuple[str, str]] = {}  # FQN and unit of each parameter, by id
         self._running: list[str] = []
         self._kept: set[str] = set()
@@ -137,7 +148,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kept.add(unit.name)
             casts = unit.mp_policy.cast_forward_inputs and unit.mp_policy.param_dtype is not None
             named = {f"argument {at}": each for at, each in enumerate(inputs[0])} | inputs[1]
-            for key, container in ((key, each) for key, tree in named.items() for each in _containers(tree)):
+            for key, container in (
+                (key, each) for key, tree in named.items() for each in _containers(tree)
+            ):
                 if casts or any(tensor.requires_grad for tensor in tensors_of(container)):
                     held.append((key, container, _entries(container)))
             return inputs

@@ -45,10 +45,16 @@ class MemoryEstimate:
             if row.name == name or f"({name})" in row.name:
                 return row
         names = listing(row.name for row in self.rows)
-        raise PlanError(message("strategy", f"{name!r} is not in the estimate", "", f"Use one of {names}"))
+        raise PlanError(
+            message("strategy", f"{name!r} is not in the estimate", "", f"Use one of {names}")
+        )
 
     def __str__(self) -> str:
-        what = "peak of a training step" if self.measured else "peak without activations (no batch given)"
+        what = (
+            "peak of a training step"
+            if self.measured
+            else "peak without activations (no batch given)"
+        )
         table = [["strategy", *CATEGORIES, "peak", "at", "on the CPU"]]
         for row in self.rows:
             sizes = [*(getattr(row.peak, each) for each in CATEGORIES), row.peak.total]
@@ -97,7 +103,9 @@ def estimate(
     plan = model if isinstance(model, ShardingPlan) else plan
     if plan is None or (module is None and batch is not None):
         fix = "Call estimate(model, plan_model(model, mesh=MeshSpec.sharded(8)), batch=batch)"
-        raise PlanError(message("estimate", "needs a plan, and with a batch also the model", "", fix))
+        raise PlanError(
+            message("estimate", "needs a plan, and with a batch also the model", "", fix)
+        )
     step = Step(module, plan, batch, loss, micro_batches, keep_unsharded)
     return estimates(step, OptimizerBytes.of(optimizer), ranks_per_node)
 
@@ -150,7 +158,10 @@ class Step:
         policies = tuple(chosen[name] for name in self.blocks)
         if len(set(policies)) < 2:
             return self._measure(policies)
-        uniform = {policy: self._measure((policy,) * len(policies)) for policy in sorted(set(policies), key=str)}
+        uniform = {
+            policy: self._measure((policy,) * len(policies))
+            for policy in sorted(set(policies), key=str)
+        }
         return mixed(uniform, chosen) or self._measure(policies)
 
     def measure(self, policies: tuple[bool | str, ...]) -> Trace:
@@ -180,7 +191,9 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
     ranks, node = plan.mesh.size, ranks_per_node
     if node < 1:
         problem = f"must be at least 1, got {node}"
-        raise PlanError(message("ranks_per_node", problem, "", "Pass how many ranks share a node, such as 8"))
+        raise PlanError(
+            message("ranks_per_node", problem, "", "Pass how many ranks share a node, such as 8")
+        )
     # split by the model, so every strategy keeps the mesh
     has_experts = any(unit.mesh for unit in plan.units)
     sharded = plan if has_experts else on_mesh(plan, MeshSpec.sharded(ranks))
@@ -198,11 +211,15 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
     found["ZeRO-3, blocks checkpointed"] = every_block
     found["ZeRO-3, optimizer in backward"] = sharded
     found["ZeRO-3, offloaded to the CPU"] = changed(sharded, offload_policy=CPUOffloadPolicy())
-    found["ZeRO-3, checkpointed and offloaded"] = changed(every_block, offload_policy=CPUOffloadPolicy())
+    found["ZeRO-3, checkpointed and offloaded"] = changed(
+        every_block, offload_policy=CPUOffloadPolicy()
+    )
     return found
 
 
-def changed(plan: ShardingPlan, names: Collection[str] | None = None, **settings: Any) -> ShardingPlan:
+def changed(
+    plan: ShardingPlan, names: Collection[str] | None = None, **settings: Any
+) -> ShardingPlan:
     """Return the plan with these settings for the units of these names, or for all units."""
     units = (replace(u, **settings) if names is None or u.name in names else u for u in plan.units)
     return replace(plan, units=tuple(units))
@@ -212,7 +229,10 @@ def with_checkpoints(plan: ShardingPlan, policies: Mapping[str, bool | str]) -> 
     """Return the plan in which the units of these names are checkpointed so, and the others as they
     are.
     """
-    chosen = (replace(u, checkpoint_activations=policies.get(u.name, u.checkpoint_activations)) for u in plan.units)
+    chosen = (
+        replace(u, checkpoint_activations=policies.get(u.name, u.checkpoint_activations))
+        for u in plan.units
+    )
     return replace(plan, units=tuple(chosen))
 
 

@@ -25,9 +25,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
         help="show whether a model fits, and with which plan",
-        description="Print whether a model fits, the plan, and the memory of every strategy on one rank. Needs no GPU "
-        "and no weights: one forward and backward runs on fake tensors. Exits with 1 if nothing fits.",
-        epilog="example: python -m shardkit plan config.json --world 64 --batch 1x4096 --budget 80GiB",
+        description="Print whether a model fits, the plan, and the memory of every strategy on one rank. "
+        "Needs no GPU and no weights: one forward and backward runs on fake tensors. Exits "
+        "with 1 if nothing fits.",
+        epilog="example: python -m shardkit plan config.json --world 64 --batch 1x4096 --budget "
+        "80GiB",
     )
     parser.add_argument(
         "model",
@@ -40,15 +42,21 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         metavar="RANKS",
         help="all ranks (default: %(default)s)",
     )
-    parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
+    parser.add_argument(
+        "--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s"
+    )
     parser.add_argument(
         "--batch",
         type=_batch,
         metavar="BxS",
         help="sequences x tokens of one rank's micro-batch: 1x4096",
     )
-    parser.add_argument("--budget", metavar="BYTES", help="memory of one GPU, such as 80GiB; needs --batch")
-    reserve = "part of the budget for fragmentation, NCCL and the CUDA context (default: %(default)s)"
+    parser.add_argument(
+        "--budget", metavar="BYTES", help="memory of one GPU, such as 80GiB; needs --batch"
+    )
+    reserve = (
+        "part of the budget for fragmentation, NCCL and the CUDA context (default: %(default)s)"
+    )
     parser.add_argument("--reserve", metavar="PART", type=float, default=0.1, help=reserve)
     dtypes, computed = (
         ("bfloat16", "float16", "float32"),
@@ -56,7 +64,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--param-dtype", choices=dtypes, default="bfloat16", help=computed)
     optimizer = f"whose state is counted: {', '.join(OPTIMIZERS)} (default: %(default)s)"
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", metavar="NAME", help=optimizer)
+    parser.add_argument(
+        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", metavar="NAME", help=optimizer
+    )
     return parser
 
 
@@ -64,9 +74,13 @@ def run(options: argparse.Namespace) -> int:
     """Print the answer and its tables."""
     if options.budget and options.batch is None:
         fix = "Pass one rank's micro-batch, such as --batch 1x4096"
-        raise PlanError(message("--budget", "needs --batch", "Activations depend on the batch", fix))
+        raise PlanError(
+            message("--budget", "needs --batch", "Activations depend on the batch", fix)
+        )
     model = named_model(options.model)
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32
+    )
     mesh = MeshSpec.sharded(options.world)
     plan = build_plan(ModelTree(model), mesh, settings=Overrides(mp_policy=policy))
     optimizer = OptimizerBytes.of(options.optimizer)
@@ -84,7 +98,10 @@ def run(options: argparse.Namespace) -> int:
     print(shown.plan, rows, sep="\n\n")
     if options.budget:
         given = f"mp_policy=MixedPrecisionPolicy(torch.{options.param_dtype}, torch.float32)"
-        print(f'\nIn the script: shard_model(model, memory_budget="{options.budget}", example_batch=batch, {given})')
+        print(
+            f'\nIn the script: shard_model(model, memory_budget="{options.budget}", '
+            f"example_batch=batch, {given})"
+        )
     else:
         missing = "" if options.batch else "--batch 1x4096 (one rank's micro-batch) and "
         print(f"\nTo find a plan that fits, pass {missing}--budget 80GiB (one GPU).")
@@ -94,7 +111,9 @@ def run(options: argparse.Namespace) -> int:
 def _batch(text: str) -> tuple[int, int]:
     rows, _, columns = text.lower().partition("x")
     if not (rows.isdigit() and columns.isdigit()):
-        raise argparse.ArgumentTypeError(f"must be sequences x tokens, such as 1x4096, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be sequences x tokens, such as 1x4096, got {text!r}"
+        )
     return int(rows), int(columns)
 
 

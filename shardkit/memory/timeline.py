@@ -30,8 +30,10 @@ class OptimizerBytes:
 
     per_byte: float = 0.0
     per_element: float = 0.0
-    temporary: float = 0.0  # bytes for each byte of a parameter that are allocated and freed in a step
-    in_backward: bool = False  # each parameter is stepped once its gradient is reduced, and the gradient is freed
+    # bytes for each byte of a parameter that are allocated and freed in a step
+    temporary: float = 0.0
+    # each parameter is stepped once its gradient is reduced, and the gradient is freed
+    in_backward: bool = False
 
     @classmethod
     def of(cls, optimizer: str | float) -> OptimizerBytes:
@@ -41,8 +43,13 @@ class OptimizerBytes:
         if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
             return OPTIMIZERS[optimizer]
         if isinstance(optimizer, str) or optimizer < 0:
-            problem = f"must be one of {', '.join(OPTIMIZERS)}, or bytes of state per element, got {optimizer!r}"
-            raise PlanError(message("optimizer", problem, "", "Pass, for example, 8 for two float32 moments"))
+            problem = (
+                f"must be one of {', '.join(OPTIMIZERS)}, or bytes of state per element, got "
+                f"{optimizer!r}"
+            )
+            raise PlanError(
+                message("optimizer", problem, "", "Pass, for example, 8 for two float32 moments")
+            )
         return cls(per_element=optimizer)
 
     def state_bytes(self, elements: int, nbytes: int) -> int:
@@ -100,7 +107,9 @@ def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -
     several = ranks > 1
 
     def shard_bytes(specs: Sequence[ParamSpec], dtype: torch.dtype | None) -> int:
-        return sum(spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0)), dtype) for spec in specs)
+        return sum(
+            spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0)), dtype) for spec in specs
+        )
 
     trained = [spec for spec in specs if spec.trainable]
     others = [spec for spec in specs if spec.fqn in dims]
@@ -117,7 +126,9 @@ def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -
         copy_out=several * ranks * shard_bytes(others, compute),
         copy_in=unsharded // ranks if several and (casts or unit.offloads) else 0,
         reduce=ranks * reduced,
-        kept_grad=several * ranks * shard_bytes([spec for spec in others if spec.trainable][-1:], compute),
+        kept_grad=several
+        * ranks
+        * shard_bytes([spec for spec in others if spec.trainable][-1:], compute),
         reduced=reduced,
         accumulated=sum(spec.nbytes_of(spec.numel, reduce_dtype) for spec in trained),
         casts_reduced=any((reduce_dtype or spec.dtype) != spec.dtype for spec in trained),
@@ -129,7 +140,8 @@ def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -
 class Point:
     """The most that is alive on one rank in one stretch of a step, in bytes."""
 
-    moment: str  # that begins it: before or after a unit's forward or backward, or the optimizer's step
+    # that begins it: before or after a unit's forward or backward, or the optimizer's step
+    moment: str
     unit: str  # its name; empty for the start and the step
     parameters: int  # shards, parameters that are not sharded, and buffers
     gradients: int  # of the shards; in the optimizer's step also of parameters that are not sharded
@@ -202,14 +214,18 @@ def timeline(
 class _Rank:
     """What FSDP2 holds on one rank right now, in bytes, and all that was recorded of it."""
 
-    def __init__(self, plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int) -> None:
+    def __init__(
+        self, plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int
+    ) -> None:
         self.points: list[Point] = []
         self.unsharded: dict[str, int] = {}  # gathered parameters by unit
-        self.on_fewer_ranks: dict[str, int] = {}  # what an int of reshard_after_forward keeps of them
+        # what an int of reshard_after_forward keeps of them
+        self.on_fewer_ranks: dict[str, int] = {}
         self.gathers: dict[str, int] = {}  # flat buffers in flight or kept
         self.reduce_input = self.gradients = 0
         self.held_reduced = 0  # buffers of all-reduces, which FSDP2 keeps until backward ends
-        self.accumulated: dict[str, int] = {}  # unreduced gradients by unit, and those of parameters without a unit
+        # unreduced gradients by unit, and those of parameters without a unit
+        self.accumulated: dict[str, int] = {}
         self.stays: set[str] = set()  # the units that micro-batches but the last leave gathered
         self.is_last = True
         self.activations = trace.batch_bytes
@@ -220,8 +236,12 @@ class _Rank:
         here = [size for size in self._sizes.values() if not size.offloaded]
         whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
         trained = [spec for spec in whole if spec.trainable]
-        of_whole = optimizer.state_bytes(sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained))
-        self.parameters = sum(size.shard for size in here) + sum(spec.nbytes for spec in whole) + buffers
+        of_whole = optimizer.state_bytes(
+            sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained)
+        )
+        self.parameters = (
+            sum(size.shard for size in here) + sum(spec.nbytes for spec in whole) + buffers
+        )
         self.states = sum(size.optimizer for size in here) + of_whole
 
     def record(self, moment: str, unit: str, communication: int = 0, activations: int = 0) -> None:
@@ -230,7 +250,9 @@ class _Rank:
         activations += sum(self.accumulated.values())
         unsharded = sum(self.unsharded.values()) + sum(self.on_fewer_ranks.values())
         kept = self.parameters, self.gradients, self.states, unsharded
-        self.points.append(Point(moment, unit, *kept, communication, self.activations + activations))
+        self.points.append(
+            Point(moment, unit, *kept, communication, self.activations + activations)
+        )
 
     def forward(self, unit: ShardUnit) -> None:
         size = self._sizes[unit.name]
@@ -284,13 +306,19 @@ class _Rank:
         """Free what FSDP2 frees when a backward ends: units that came before the first trained
         parameter, too.
         """
-        self.unsharded = {} if self.is_last else {name: n for name, n in self.unsharded.items() if name in self.stays}
+        self.unsharded = (
+            {}
+            if self.is_last
+            else {name: n for name, n in self.unsharded.items() if name in self.stays}
+        )
         self.on_fewer_ranks.clear()
         self.gathers.clear()
         self._ran.clear()
         self.reduce_input = self.held_reduced = 0
         self.activations -= self._trace.other_grad_bytes  # made by the model itself
-        self.accumulated = {} if self.is_last else {**self.accumulated, "": self._trace.other_grad_bytes}
+        self.accumulated = (
+            {} if self.is_last else {**self.accumulated, "": self._trace.other_grad_bytes}
+        )
 
     def after_backward(self, unit: ShardUnit) -> None:
         size, unsharded_grads = self._sizes[unit.name], self._trace.grad_bytes[unit.name]

@@ -55,9 +55,11 @@ class Trace:
     """What the model itself allocates in one forward and backward, for one rank's batch."""
 
     intervals: tuple[Interval, ...]  # in order
-    grad_bytes: Mapping[str, int]  # of each unit's unsharded gradients, in its compute dtype, by the unit's name
+    # of each unit's unsharded gradients, in its compute dtype, by the unit's name
+    grad_bytes: Mapping[str, int]
     batch_bytes: int  # of the batch's tensors
-    other_grad_bytes: int = 0  # of gradients of parameters without a unit, which are not reduced into shards
+    # of gradients of parameters without a unit, which are not reduced into shards
+    other_grad_bytes: int = 0
 
 
 def trace(
@@ -77,11 +79,16 @@ def trace(
     Raises:
         PlanError: the model is sharded already, or does not run on fake tensors.
     """
-    if any(isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())):
+    if any(
+        isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())
+    ):
         rule = "Activations are measured on the plain model, without FSDP2's hooks and shards"
         fix = "Build it again on the meta device: init_on_meta()"
         raise PlanError(message("model", "is sharded already", rule, fix))
-    fix = "Pass a batch that the model accepts, loss=... for what forward returns, or leave out the batch to count "
+    fix = (
+        "Pass a batch that the model accepts, loss=... for what forward returns, or leave out the "
+        "batch to count "
+    )
     fix += "model states only"
     meter = meter or IntervalMeter()
     with on_fake_tensors(model, plan, batch, "batch", fix) as (args, kwargs), meter:
@@ -114,10 +121,11 @@ def _default_loss(output: Any) -> Tensor:
 
 
 def mixed(traces: Mapping[Any, Trace], chosen: Mapping[str, Any]) -> Trace | None:
-    """Return the trace in which each unit is as in the one chosen for it, by key; in the first where
-    there is none.
+    """Return the trace in which each unit is as in the one chosen for it, by key; in the first
+    where there is none.
 
-    None if checkpointing changes the order in which units run, as of a unit inside that blocks share.
+    None if checkpointing changes the order in which units run, as of a unit inside that blocks
+    share.
     """
     first = next(iter(traces.values()))
     intervals = list(first.intervals)
@@ -262,7 +270,9 @@ class WatchedUnit:
         if not self._in_backward:
             return
         self._in_backward = False
-        self.grad_bytes += sum(param.grad.nbytes for param in self._params if param.grad is not None)
+        self.grad_bytes += sum(
+            param.grad.nbytes for param in self._params if param.grad is not None
+        )
         self._meter.close()
         for param in self._params:
             param.grad = None  # between two intervals, as FSDP2 reduces and frees them

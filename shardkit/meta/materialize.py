@@ -76,15 +76,22 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     if not targets:
         problem = "has no parameters or buffers on the meta device"
         rule = "materialize is called once, on a model that was built under init_on_meta()"
-        raise ShardkitError(message("model", problem, rule, "Remove the call if the model has its values already"))
+        raise ShardkitError(
+            message("model", problem, rule, "Remove the call if the model has its values already")
+        )
     with together(groups, call="materialize") as poll:
         player = prepare(model, targets, device, settle=True)
         poll.same = player.digests()
-        poll.fix = "Build the same model on all ranks, and call torch.manual_seed with one number before "
+        poll.fix = (
+            "Build the same model on all ranks, and call torch.manual_seed with one number before "
+        )
         poll.fix += "init_on_meta(); seed the data by rank afterwards"
     elements = sum(target.tensor.numel() for target in targets)
     if player.device.type == "cpu" and elements > _MANY:
-        text = "materialize: each rank computes all %.1f billion elements on its CPU; device='cuda' is faster"
+        text = (
+            "materialize: each rank computes all %.1f billion elements on its CPU; device='cuda' "
+            "is faster"
+        )
         logger.warning(text, elements / 1e9)
     player.compute()
     install(model, targets)
@@ -136,7 +143,11 @@ def prepare(
         target.view = _recorded(target)
     _check_targets(targets)
     cutter = Cutter(model)
-    finals = [Final(target.view, partial(cutter.cut, target)) for target in targets if target.view is not None]
+    finals = [
+        Final(target.view, partial(cutter.cut, target))
+        for target in targets
+        if target.view is not None
+    ]
     return Player(open_tape(), finals, device, settle)
 
 
@@ -164,7 +175,9 @@ def _refuse(targets: list[Target], problem: str, rule: str, fix: str) -> None:
 
 def _check_targets(targets: list[Target]) -> None:
     rule = "Its initial values were not recorded, and materialize does not guess values"
-    fix = "Build the model, its adapters (get_peft_model) and its initializers inside init_on_meta()"
+    fix = (
+        "Build the model, its adapters (get_peft_model) and its initializers inside init_on_meta()"
+    )
     missing = [target for target in targets if target.view is None]
     _refuse(missing, "was made on the meta device outside init_on_meta(), or quantized", rule, fix)
     written = open_tape().written()
@@ -173,16 +186,29 @@ def _check_targets(targets: list[Target]) -> None:
     _refuse(garbage, problem, "", "Initialize it inside init_on_meta()")
     # A parameter from before fully_shard would get values of its own, and never train.
     registered = [target.view for target in targets if target.slots]
-    old = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered]
-    fix = "Shard with shard_model, which updates such references, or remove the reference before sharding"
+    old = [
+        t
+        for t in targets
+        if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered
+    ]
+    fix = (
+        "Shard with shard_model, which updates such references, or remove the reference before "
+        "sharding"
+    )
     _refuse(
         old,
         "is a parameter that fully_shard has replaced in its module, and would not train",
         "",
         fix,
     )
-    changed = [target for target in targets if target.view and target.view.size != tuple(target.tensor.shape)]
-    _refuse(changed, "has another shape than was recorded", "", "Change the shape inside init_on_meta()")
+    changed = [
+        target
+        for target in targets
+        if target.view and target.view.size != tuple(target.tensor.shape)
+    ]
+    _refuse(
+        changed, "has another shape than was recorded", "", "Change the shape inside init_on_meta()"
+    )
     check_unbound(targets)
 
 
@@ -191,13 +217,20 @@ def check_unbound(targets: list[Target]) -> None:
     reference.
     """
     sharded = [target for target in targets if isinstance(target.tensor, DTensor)]
-    bound = [target for target in sharded if weakref.getweakrefs(target.tensor) or tensor_hooks(target.tensor)]
-    rule = "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak references"
+    bound = [
+        target
+        for target in sharded
+        if weakref.getweakrefs(target.tensor) or tensor_hooks(target.tensor)
+    ]
+    rule = (
+        "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak "
+        "references"
+    )
     fix = "Register the hook, or create the reference, after materialize"
     _refuse(bound, "has a hook of register_hook, or a weak reference to it exists", rule, fix)
 
 
-# ---- cutting this rank's part out of each full tensor, and installing it ------------------------------------------
+# ---- cutting this rank's part out of each full tensor, and installing it -------------------------
 
 
 def target_device(model: nn.Module) -> Callable[[Tensor], torch.device]:
@@ -224,7 +257,8 @@ class Cutter:
 
     def __init__(self, model: nn.Module) -> None:
         self._device = target_device(model)
-        self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
+        # of plain tensors, so that aliases stay aliases
+        self._storages: dict[int, torch.UntypedStorage] = {}
 
     def cut(self, target: Target, full: Tensor) -> None:
         """Set ``target.value`` from the full value, whose memory may be kept as a whole."""
@@ -239,7 +273,9 @@ class Cutter:
             target.value = full.to(device, tensor.dtype, copy=True)
         else:
             if view.storage not in self._storages:
-                in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device).set_(full.untyped_storage())
+                in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device).set_(
+                    full.untyped_storage()
+                )
                 self._storages[view.storage] = in_bytes.to(device).untyped_storage()
             target.value = view.of(self._storages[view.storage])
 
@@ -262,7 +298,9 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
             if isinstance(tensor, DTensor):
                 raise
             for module, name in target.slots:
-                places: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                places: dict[str, Any] = (
+                    module._parameters if name in module._parameters else module._buffers
+                )
                 places[name] = value
             for put in target.places:
                 put(value)

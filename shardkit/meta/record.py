@@ -80,7 +80,9 @@ def init_on_meta() -> Iterator[None]:
         yield
         return
     device = torch.get_default_device()
-    recorder = _current = Recorder(open_tape(torch.device("cpu") if device.type == "meta" else device))
+    recorder = _current = Recorder(
+        open_tape(torch.device("cpu") if device.type == "meta" else device)
+    )
     try:
         with dispatch.recorded_samplers(recorder.record_sampler), _LooksReal(recorder), recorder:
             yield
@@ -97,8 +99,8 @@ def init_on_meta() -> Iterator[None]:
 def _note_modules(tape: Tape) -> None:
     """Note which tensors of each module alive are on the tape.
 
-    Through the garbage collector, because modules and parameters come about in too many ways to hook:
-    deep copies, unpickling, writes to module._parameters.
+    Through the garbage collector, because modules and parameters come about in too many ways to
+    hook: deep copies, unpickling, writes to module._parameters.
     """
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module) or "_parameters" not in vars(module):
@@ -166,7 +168,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._record(func, args, kwargs, is_random)
             return func(*args, **kwargs)
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_random: bool) -> Any:
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_random: bool
+    ) -> Any:
         _refuse_real_writes(func, args, kwargs)
         args, kwargs = map_leaves(self._on_meta, (args, kwargs))
         if dispatch.has_tag(func, "data_dependent_output"):  # item(), equal(): what comes next
@@ -219,7 +223,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             op.updates.add(view.storage)
 
-    def record_sampler(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def record_sampler(
+        self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
         """Append a Python function that fills ``tensor`` at random, as one op."""
         view = self.view(tensor)
         op = Op(func, (view, *args), kwargs, default_dtype=torch.get_default_dtype())
@@ -250,7 +256,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Some meta kernels raise for a generator of the CPU: exponential_, geometric_ (torch 2.13).
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        kwargs = {
+            name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")
+        }
         on_meta = {name: None if name == "generator" else value for name, value in kwargs.items()}
         if "device" in _argument_names(func):
             on_meta["device"] = torch.device("meta")
@@ -266,7 +274,9 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call for real, on the values that its meta tensors have at this point."""
-        args, kwargs = map_leaves(lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        args, kwargs = map_leaves(
+            lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
     def _append(self, op: Op, generator: torch.Generator | None = None) -> None:
@@ -366,7 +376,9 @@ def _argument_names(func: Any) -> set[str]:
     return {argument.name for argument in dispatch.schema(func).arguments}
 
 
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
     """Yield the arguments of a call's schema with what was given for them."""
     for position, argument in enumerate(dispatch.schema(func).arguments):
         if position < len(args):
@@ -384,4 +396,6 @@ def _refuse_real_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if _is_written(argument) and not all(tensor.is_meta for tensor in tensors_of(value)):
             problem = f"is written inside of it, by {_name(func)}"
             rule = "What a construction computes has no values yet"
-            raise ShardkitError(message("a tensor from outside init_on_meta", problem, rule, "Make it inside"))
+            raise ShardkitError(
+                message("a tensor from outside init_on_meta", problem, rule, "Make it inside")
+            )

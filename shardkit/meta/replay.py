@@ -49,7 +49,9 @@ def plan(ops: list[Op], wanted: Collection[int], states: Collection[Tensor | int
     for number in reversed(range(len(ops))):
         op = ops[number]
         changes = op.changes()
-        finished = {storage for storage in changes if storage in wanted and last_change[storage] == number}
+        finished = {
+            storage for storage in changes if storage in wanted and last_change[storage] == number
+        }
         if not (finished or number in drawn or not live.isdisjoint(changes)):
             continue
         if isinstance(op.before, int):
@@ -99,7 +101,11 @@ class Player:
         self._generators: dict[torch.Generator, torch.Generator] = {}
         for generator in tape.streams:
             is_default = generator is torch.default_generator
-            own = dispatch.default_generator(self.device) if is_default else torch.Generator(generator.device)
+            own = (
+                dispatch.default_generator(self.device)
+                if is_default
+                else torch.Generator(generator.device)
+            )
             self._generators[generator] = own
 
     def compute(self) -> None:
@@ -126,7 +132,8 @@ class Player:
         with.
         """
         construction, random = hashlib.sha256(), hashlib.sha256()
-        numbers: dict[int, int] = {}  # of storages, from 0: those of other models are on the tape, too
+        # of storages, from 0: those of other models are on the tape, too
+        numbers: dict[int, int] = {}
         orders: dict[int, int] = {}
 
         def plain(leaf: Any) -> Any:

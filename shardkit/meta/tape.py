@@ -48,7 +48,8 @@ class View:
 class Op:
     """One recorded call. Tensors in ``args`` and ``kwargs`` are Views, and storages are numbers."""
 
-    func: Callable[..., Any] | None = None  # None: a constant, or undefined memory without ``value``
+    # None: a constant, or undefined memory without ``value``
+    func: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     # None where an output is in an old storage
@@ -60,7 +61,8 @@ class Op:
     default_dtype: torch.dtype = torch.float32
     on_device: bool = False  # takes a device argument, given at replay
     generator: torch.Generator | None = None  # which it draws from
-    before: Tensor | int | None = None  # the generator's state before: one that was set, or as op number n left it
+    # the generator's state before: one that was set, or as op number n left it
+    before: Tensor | int | None = None
     value: Tensor | None = None
 
     def changes(self) -> set[int]:
@@ -132,7 +134,8 @@ class Tape:
         self.device = device  # torch's default device during the recording
         self.ops: list[Op] = []
         self.streams: dict[torch.Generator, Stream] = {}
-        self.storages: list[torch.UntypedStorage] = []  # strong: a freed one's identity would be reused
+        # strong: a freed one's identity would be reused
+        self.storages: list[torch.UntypedStorage] = []
         self._numbers: dict[int, int] = {}
 
     def add(self, tensor: Tensor) -> View:
@@ -169,7 +172,9 @@ def open_tape(device: torch.device | None = None) -> Tape:
 def view_of(tensor: Tensor, number: int) -> View:
     """Return a tensor as a View of the storage with that number."""
     size, offset = tuple(tensor.size()), int(tensor.storage_offset())
-    return View(number, size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return View(
+        number, size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    )
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:

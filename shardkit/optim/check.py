@@ -43,18 +43,28 @@ def check_optimizer(
     check_module(model)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     named = named_sharded_parameters(model)
-    held = {param for each in optimizers for group in each.param_groups for param in group["params"]}
+    held = {
+        param for each in optimizers for group in each.param_groups for param in group["params"]
+    }
     problems = []
     if foreign := held - {param for _, param in named}:
         problem = f"holds {len(foreign)} tensors that are not parameters of the model, of shapes "
         problem += listing((str(tuple(tensor.shape)) for tensor in foreign), 5)
-        rule = "It was built before the model was sharded or materialized, between forward and backward, or for "
+        rule = (
+            "It was built before the model was sharded or materialized, between forward and "
+            "backward, or for "
+        )
         rule += "another model, so stepping them has no effect on this one"
         fix = "Build the optimizer after shard_model and materialize, outside of a step"
         problems.append(message("optimizer", problem, rule, fix))
     if missing := [fqn for fqn, param in named if param.requires_grad and param not in held]:
-        fix = "Add them, pass all optimizers of the model as a list, or freeze them with requires_grad_(False)"
-        problems.append(message(listing(missing), "have requires_grad=True and are in no optimizer", "", fix))
+        fix = (
+            "Add them, pass all optimizers of the model as a list, or freeze them with "
+            "requires_grad_(False)"
+        )
+        problems.append(
+            message(listing(missing), "have requires_grad=True and are in no optimizer", "", fix)
+        )
     if low := None if low_precision else low_precision_problem(named):
         problems.append(low)
     if problems:

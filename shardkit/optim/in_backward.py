@@ -63,7 +63,9 @@ def optimizer_in_backward(
     check_module(model)
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
     if not any(isinstance(param, DTensor) for param in params.values()):
-        raise ShardkitError(message("model", "has no sharded parameter that trains", "", "Shard the model first"))
+        raise ShardkitError(
+            message("model", "has no sharded parameter that trains", "", "Shard the model first")
+        )
     if stepped := [fqn for fqn, param in params.items() if steps_in_backward([param])]:
         problem, fix = (
             "are stepped in backward already",
@@ -97,7 +99,10 @@ class _StepOne:
         assert isinstance(param, DTensor)
         optimizer = self.optimizer
         if param in optimizer.stepped:
-            problem = f"got a second gradient of a parameter of shape {tuple(param.shape)} before optimizer.step()"
+            problem = (
+                f"got a second gradient of a parameter of shape {tuple(param.shape)} before "
+                "optimizer.step()"
+            )
             fix = "Call optimizer.step() after each backward; gradients cannot be accumulated"
             raise ShardkitError(message(_SUBJECT, problem, "", fix))
         wait_for_offload(param)
@@ -121,11 +126,17 @@ def _in_backward_class(base: Any) -> Any:
     @functools.wraps(step_without_hooks)
     def step(self: Any, closure: Any = None) -> Any:
         if hasattr(self, "found_inf"):
-            rule = "Parameters are updated in backward, before it can know that gradients are finite"
-            raise ShardkitError(message(_SUBJECT, "got step() from a GradScaler", rule, "Train in bfloat16"))
+            rule = (
+                "Parameters are updated in backward, before it can know that gradients are finite"
+            )
+            raise ShardkitError(
+                message(_SUBJECT, "got step() from a GradScaler", rule, "Train in bfloat16")
+            )
         loss = step_without_hooks(self, closure)
         self.stepped.clear()
         return loss
 
     # SCALES_ITSELF, so that GradScaler calls step(), which raises.
-    return subclass(base, {"step": hooked(step), "step_without_hooks": step_without_hooks, SCALES_ITSELF: True})
+    return subclass(
+        base, {"step": hooked(step), "step_without_hooks": step_without_hooks, SCALES_ITSELF: True}
+    )

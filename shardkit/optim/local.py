@@ -59,12 +59,19 @@ def step_on_local_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
         return optimizer
     kind = type(optimizer)
     if not is_elementwise(kind):
-        problem = f"is {kind.__module__}.{kind.__qualname__}, and not one of torch's element-wise ones"
-        fix = "Step it on DTensors, as it is; one that needs whole matrices, as Muon and Adafactor, may be faster "
+        problem = (
+            f"is {kind.__module__}.{kind.__qualname__}, and not one of torch's element-wise ones"
+        )
+        fix = (
+            "Step it on DTensors, as it is; one that needs whole matrices, as Muon and Adafactor, "
+            "may be faster "
+        )
         fix += "by step_on_whole_matrices(optimizer)"
         raise ShardkitError(message("optimizer", problem, "", fix))
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ShardkitError(message("optimizer", "has differentiable=True", "", "Step it on DTensors, as it is"))
+        raise ShardkitError(
+            message("optimizer", "has differentiable=True", "", "Step it on DTensors, as it is")
+        )
     return replace_class(optimizer, _local_class)
 
 
@@ -94,7 +101,9 @@ def _local_class(base: Any) -> Any:
             finish_step(self)
 
     @functools.wraps(collect)
-    def collect_locals(self: Any, group: dict[str, Any], params: list[Any], grads: list[Any], *state: list[Any]) -> Any:
+    def collect_locals(
+        self: Any, group: dict[str, Any], params: list[Any], grads: list[Any], *state: list[Any]
+    ) -> Any:
         with plain_attributes():
             result = collect(self, group, params, grads, *state)
             layouts = steps.placements_of(params)
@@ -108,7 +117,9 @@ def _local_class(base: Any) -> Any:
             params[:] = steps.local_tensors(params, params, layouts, steps.redistributed)
         return result
 
-    return subclass(base, {"steps_on_local_shards": True, "step": hooked(step), steps.COLLECT: collect_locals})
+    return subclass(
+        base, {"steps_on_local_shards": True, "step": hooked(step), steps.COLLECT: collect_locals}
+    )
 
 
 def finish_step(optimizer: Optimizer) -> None:
@@ -130,11 +141,16 @@ def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
     if value.numel() == 1 and all(each.is_replicate() for each in value.placements):
         return local_tensor(value)
     where = param.placements if isinstance(param, DTensor) else "no mesh"
-    problem = f"holds a DTensor of shape {tuple(value.shape)} with placements {value.placements}, its parameter {where}"
-    raise ShardkitError(message("optimizer.state", problem, "", "Redistribute it, or load it with load_state_dict"))
+    problem = (
+        f"holds a DTensor of shape {tuple(value.shape)} with placements {value.placements}, its "
+        f"parameter {where}"
+    )
+    raise ShardkitError(
+        message("optimizer.state", problem, "", "Redistribute it, or load it with load_state_dict")
+    )
 
 
-# ---- replacing the step of an optimizer: its class becomes a subclass of the same name ---------------------------
+# ---- replacing the step of an optimizer: its class becomes a subclass of the same name -----------
 
 
 def check_replaceable(optimizer: object, caller: str) -> None:
@@ -146,8 +162,13 @@ def check_replaceable(optimizer: object, caller: str) -> None:
         raise ShardkitError(message("optimizer", problem, "", "Pass the optimizer that it wraps"))
     outer = type(optimizer).__name__
     for name, value in vars(optimizer).items():
-        if isinstance(value, Optimizer) or getattr(value, "param_groups", None) is optimizer.param_groups:
-            problem = f"is {outer}, which wraps another one in its attribute {name!r}, where the state is"
+        if (
+            isinstance(value, Optimizer)
+            or getattr(value, "param_groups", None) is optimizer.param_groups
+        ):
+            problem = (
+                f"is {outer}, which wraps another one in its attribute {name!r}, where the state is"
+            )
             fix = f"Wrap the inner one: {outer}({caller}({type(value).__name__}(...)))"
             raise ShardkitError(message("optimizer", problem, "", fix))
     if "step" in vars(optimizer) and not steps.counts_for_schedulers(optimizer.step):
@@ -155,10 +176,14 @@ def check_replaceable(optimizer: object, caller: str) -> None:
             f"{caller} replaces the step of the class",
             f"Call {caller} before optimizer.step is replaced",
         )
-        raise ShardkitError(message("optimizer.step", f"was replaced by {vars(optimizer)['step']!r}", rule, fix))
+        raise ShardkitError(
+            message("optimizer.step", f"was replaced by {vars(optimizer)['step']!r}", rule, fix)
+        )
     for way in ("step_on_local_shards", "step_on_whole_matrices"):
         if way != caller and getattr(optimizer, way.replace("step", "steps", 1), False):
-            raise ShardkitError(message("optimizer", f"was already given to {way}", "", "Build another one"))
+            raise ShardkitError(
+                message("optimizer", f"was already given to {way}", "", "Build another one")
+            )
 
 
 def replace_class(optimizer: AnyOptimizer, make: Callable[[Any], Any]) -> AnyOptimizer:
@@ -176,7 +201,9 @@ def step_of(base: Any) -> Callable[..., Any]:
 
 def subclass(base: Any, body: dict[str, Any]) -> Any:
     """Return a subclass with the name, module and docstring of its base."""
-    return type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **body})
+    return type(
+        base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **body}
+    )
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,8 @@ from shardkit.ranks import all_gather_bytes, together
 from shardkit.shards import Box, cut, dtensor_from_local, local_box, local_value
 
 BUCKET_BYTES = 1 << 26  # of parameters, on each rank
-_Numbers = dict[tuple[Any, Any], Any]  # by place, a group's index or one of the two others, and name
+# by place, a group's index or one of the two others, and name
+_Numbers = dict[tuple[Any, Any], Any]
 ATTRIBUTES, STATE = "an attribute", "optimizer.state"
 
 
@@ -104,7 +105,7 @@ def _whole_class(base: Any, slices: bool) -> Any:
     return subclass(base, {"steps_on_whole_matrices": True, "slices": slices, "step": hooked(step)})
 
 
-# ---- which rank owns what ----------------------------------------------------------------------------------------
+# ---- which rank owns what ------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -135,7 +136,9 @@ class _Matrix:
         """Return the part of this matrix that this rank holds, as a view."""
         if self.index is None:
             return local_value(stored)
-        return local_value(stored)[self.index - (local_box(stored)[0][0] if isinstance(stored, DTensor) else 0)]
+        return local_value(stored)[
+            self.index - (local_box(stored)[0][0] if isinstance(stored, DTensor) else 0)
+        ]
 
 
 @dataclass
@@ -170,10 +173,13 @@ def _buckets(optimizer: Any) -> list[_Bucket]:
                 bucket = filling[ranks] = _Bucket(ranks)
                 found.append(bucket)
             sliced = optimizer.slices and param.ndim == 3
-            bucket.matrices += [_Matrix(param, number, i) for i in (range(len(param)) if sliced else [None])]
+            bucket.matrices += [
+                _Matrix(param, number, i) for i in (range(len(param)) if sliced else [None])
+            ]
             bucket.bytes += param.numel() * param.element_size()
     loads = {ranks: dict.fromkeys(ranks, 0) for ranks in filling}
-    for bucket in found:  # each matrix, the most costly first, goes to the rank with the least work so far
+    # each matrix, the most costly first, goes to the rank with the least work so far
+    for bucket in found:
         load = loads[bucket.ranks]
         for matrix in sorted(bucket.matrices, key=_Matrix.cost, reverse=True):
             matrix.owner = min(load, key=load.__getitem__)
@@ -189,11 +195,15 @@ def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
         return None
     param: Any = bucket.matrices[0].param
     mesh = param.device_mesh
-    axes = [axis for axis, place in enumerate(param.placements) if hasattr(place, "dim") and mesh.size(axis) > 1]
+    axes = [
+        axis
+        for axis, place in enumerate(param.placements)
+        if hasattr(place, "dim") and mesh.size(axis) > 1
+    ]
     return mesh.get_group(axes[0]) if len(axes) == 1 else ModelGroup(bucket.ranks, None).connect()
 
 
-# ---- one bucket --------------------------------------------------------------------------------------------------
+# ---- one bucket ----------------------------------------------------------------------------------
 
 
 def _step_bucket(
@@ -236,7 +246,9 @@ def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
         whole = None
         if matrix.owner == here:
             skip, device = int(matrix.index is not None), local_value(stored).device
-            whole = torch.empty_strided(stored.shape[skip:], stored.stride()[skip:], dtype=stored.dtype, device=device)
+            whole = torch.empty_strided(
+                stored.shape[skip:], stored.stride()[skip:], dtype=stored.dtype, device=device
+            )
         for rank, box in matrix.held(stored):
             if whole is not None and rank == here:
                 copy_into(cut(whole, box), matrix.of_stored(stored))
@@ -258,7 +270,9 @@ def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
         matrix.whole.grad = grad
 
 
-def _run(inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers: _Numbers) -> _Numbers:
+def _run(
+    inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers: _Numbers
+) -> _Numbers:
     """Step the whole matrices of this rank; return the numbers it changed, and set them back.
     Local.
     """
@@ -267,12 +281,18 @@ def _run(inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers
     try:
         for number, group in enumerate(optimizer.param_groups):
             group["params"] = [matrix.whole for matrix in mine if matrix.group == number]
-        optimizer.state = defaultdict(dict, named | {each.whole: each.state for each in mine if each.state})
+        optimizer.state = defaultdict(
+            dict, named | {each.whole: each.state for each in mine if each.state}
+        )
         inner(optimizer)
         for matrix in mine:
             matrix.state = optimizer.state.get(matrix.whole, {})
     finally:
-        changes = {at: value for at, value in _numbers(optimizer).items() if not _same(numbers.get(at), value)}
+        changes = {
+            at: value
+            for at, value in _numbers(optimizer).items()
+            if not _same(numbers.get(at), value)
+        }
         for place, key in changes.keys() - numbers.keys():
             del _places(optimizer)[place][key]
         _write(optimizer, numbers)
@@ -287,7 +307,9 @@ def _scatter(optimizer: Any, matrix: _Matrix, described: Any, batch: Batch) -> N
     here = _here()
     targets = [matrix.param, *tree_leaves(_allocate(optimizer, matrix, described))]
     is_owner = matrix.owner == here
-    wholes = [matrix.whole.detach(), *tree_leaves(matrix.state)] if is_owner else [None] * len(targets)
+    wholes = (
+        [matrix.whole.detach(), *tree_leaves(matrix.state)] if is_owner else [None] * len(targets)
+    )
     for stored, whole in zip(targets, wholes, strict=True):
         for rank, box in matrix.held(stored) if isinstance(stored, Tensor) and stored.ndim else ():
             if whole is None and rank == here:
@@ -298,7 +320,7 @@ def _scatter(optimizer: Any, matrix: _Matrix, described: Any, batch: Batch) -> N
                 batch.send(cut(whole, box), stored.dtype, rank)
 
 
-# ---- state between steps -----------------------------------------------------------------------------------------
+# ---- state between steps -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)  # a leaf of torch's trees, unlike a named tuple
@@ -347,18 +369,32 @@ def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
         shape = torch.Size([len(param), *leaf.shape]) if sliced else leaf.shape
         strides = (leaf.shape.numel(), *leaf.strides) if sliced else leaf.strides
         if sliced and shape != param.shape:
-            problem = f"has state of shape {tuple(leaf.shape)} for a slice of a parameter of shape {tuple(param.shape)}"
+            problem = (
+                f"has state of shape {tuple(leaf.shape)} for a slice of a parameter of shape "
+                f"{tuple(param.shape)}"
+            )
             rule = "State of slices must have their shape, so that it is stored as one tensor"
             raise ShardkitError(message("optimizer", problem, rule, "Pass slices=False"))
-        wanted = tuple(own if shape == param.shape else [Shard(0) if hasattr(each, "dim") else each for each in own])
+        wanted = tuple(
+            own
+            if shape == param.shape
+            else [Shard(0) if hasattr(each, "dim") else each for each in own]
+        )
         form = shape, strides, leaf.dtype, wanted
-        if isinstance(old, Tensor) and (old.shape, old.stride(), old.dtype, getattr(old, "placements", ())) == form:
+        if (
+            isinstance(old, Tensor)
+            and (old.shape, old.stride(), old.dtype, getattr(old, "placements", ())) == form
+        ):
             return old
         if not isinstance(param, DTensor):
             return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=device)
         # With the strides of the whole: matrix products of another memory order round differently.
-        like = dtensor_from_local(torch.empty(0, device="meta"), param.device_mesh, wanted, shape, strides)
-        local = torch.empty([length for _, length in local_box(like)], dtype=leaf.dtype, device=device)
+        like = dtensor_from_local(
+            torch.empty(0, device="meta"), param.device_mesh, wanted, shape, strides
+        )
+        local = torch.empty(
+            [length for _, length in local_box(like)], dtype=leaf.dtype, device=device
+        )
         return dtensor_from_local(local, param.device_mesh, wanted, shape, strides)
 
     made = tree_map(stored, described)
@@ -367,7 +403,7 @@ def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
     return made
 
 
-# ---- numbers that a step changes besides parameters and their state, such as a count of steps ---------------------
+# ---- numbers that a step changes besides parameters and their state, such as a count of steps ----
 
 
 def _add(changed: _Numbers, changes: _Numbers) -> None:
@@ -377,9 +413,16 @@ def _add(changed: _Numbers, changes: _Numbers) -> None:
     for (place, key), value in changes.items():
         if not _same(known := changed.setdefault((place, key), value), value):
             where = f"group {place}" if isinstance(place, int) else place
-            problem = f"changed {key!r} in {where} to {known} for some parameters, to {value} for others"
-            rule = "Each rank steps some of the parameters, and such a number must not depend on which"
-            fix = "Step it on DTensors as it is, which prodigyopt's Prodigy can, or keep it in optimizer.state[param]"
+            problem = (
+                f"changed {key!r} in {where} to {known} for some parameters, to {value} for others"
+            )
+            rule = (
+                "Each rank steps some of the parameters, and such a number must not depend on which"
+            )
+            fix = (
+                "Step it on DTensors as it is, which prodigyopt's Prodigy can, or keep it in "
+                "optimizer.state[param]"
+            )
             raise ShardkitError(message("optimizer", problem, rule, fix))
 
 

@@ -1,6 +1,8 @@
-"""ShardingPlan: the exact list of ``fully_shard`` calls you would have written by hand, as plain data.
+"""ShardingPlan: the exact list of ``fully_shard`` calls you would have written by hand, as plain
+data.
 
-``types`` defines its parts, ``data`` what follows from them; ``check`` validates it; ``text`` writes it.
+``types`` defines its parts, ``data`` what follows from them; ``check`` validates it; ``text``
+writes it.
 """
 
 from __future__ import annotations
@@ -24,24 +26,29 @@ from shardkit.plan.types import is_world_size as is_world_size
 
 @dataclass(frozen=True)
 class ShardingPlan(PlanData):
-    """Every decision about how to shard a model, made before anything is changed; plain data, pure and local.
+    """Every decision about how to shard a model, made before anything is changed; plain data, pure
+    and local.
 
-    ``print(plan)`` is a table, ``plan.diff(other)`` compares, ``plan.to_python()`` writes the torch code,
-    ``plan.to_dict()`` and ``from_dict`` go through JSON.
+    ``print(plan)`` is a table, ``plan.diff(other)`` compares, ``plan.to_python()`` writes the torch
+    code, ``plan.to_dict()`` and ``from_dict`` go through JSON.
 
     Attributes:
-        units: the ``fully_shard`` calls in the order they are made, children first and the root last.
+        units: the ``fully_shard`` calls in the order they are made, children first and the root
+            last.
         mesh: shape and axis names of the data-parallel mesh.
         params: what is known of each parameter of the model, in the model's order.
         ignored: FQNs of the parameters that are left alone: not sharded, moved or reduced.
-        replicated: FQNs of the parameters that cannot be sharded, such as scalars and empty ones, and of the modules
-            of modules in ``replicate=``. Every rank holds them on the mesh's device in their stored dtype, and
-            their gradients are reduced over the whole mesh.
-        prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one ahead.
-        forward_methods: methods besides forward that gather the parameters of their module when called, by dotted
-            names from the root.
-        tiles: modules that compute in tiles of tokens, as pairs ``(fqn, number)``; a mapping is converted.
-        order: names of the units as the forward of an ``example_batch`` called them, where the model's order differs.
+        replicated: FQNs of the parameters that cannot be sharded, such as scalars and empty ones,
+            and of the modules of modules in ``replicate=``. Every rank holds them on the mesh's
+            device in their stored dtype, and their gradients are reduced over the whole mesh.
+        prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one
+            ahead.
+        forward_methods: methods besides forward that gather the parameters of their module when
+            called, by dotted names from the root.
+        tiles: modules that compute in tiles of tokens, as pairs ``(fqn, number)``; a mapping is
+            converted.
+        order: names of the units as the forward of an ``example_batch`` called them, where the
+            model's order differs.
         notes: what the reader should know about how the plan was made; not compared.
     """
 
@@ -67,38 +74,44 @@ class ShardingPlan(PlanData):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(
                 f"plan cannot be read ({type(error).__name__}: {error}). It must be what "
-                f"ShardingPlan.to_dict() wrote, version {VERSION}. Write it again with this version of "
-                "shardkit."
+                f"ShardingPlan.to_dict() wrote, version {VERSION}. Write it again with this "
+                "version of shardkit."
             ) from error
 
     def diff(self, other: ShardingPlan) -> str:
-        """Return one line per difference, ``-`` for this plan and ``+`` for ``other``; empty when they are equal."""
+        """Return one line per difference, ``-`` for this plan and ``+`` for ``other``; empty when
+        they are equal.
+        """
         from shardkit.plan.text import diff
 
         return diff(self, other)
 
     def to_python(self, before: str = "") -> str:
-        """Return plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does.
+        """Return plain torch code, without shardkit, that shards a ``model`` in scope exactly as
+        this plan does.
 
         ``before`` is code to run between building the mesh and sharding, such as a broadcast.
 
-        It lacks what shardkit adds at run time: ``may_skip``, resharding after forwards without grad, calling any
-        module first, and correct gradients of gradients. Of modules in tiles it cuts the first argument only.
+        It lacks what shardkit adds at run time: ``may_skip``, resharding after forwards without
+        grad, calling any module first, and correct gradients of gradients. Of modules in tiles it
+        cuts the first argument only.
         """
         from shardkit.plan.code import python
 
         return python(self, before)
 
     def to_fsdp_plan(self) -> dict[str, str]:
-        """Return the ``fsdp_plan`` of transformers' ``DistributedConfig``, which then shards the same modules.
+        """Return the ``fsdp_plan`` of transformers' ``DistributedConfig``, which then shards the
+        same modules.
 
-        Pure and local. What transformers does in another way is logged once: it shards modules of one unit one by one
-        (but its own ``[norm, head]``), on dim 0, and takes bf16 and offloading as flags. Rules of the model's own plan
-        that the dict does not name stay in force.
+        Pure and local. What transformers does in another way is logged once: it shards modules of
+        one unit one by one (but its own ``[norm, head]``), on dim 0, and takes bf16 and offloading
+        as flags. Rules of the model's own plan that the dict does not name stay in force.
 
         Raises:
-            PlanError: the plan has what the dict cannot say, such as parameters left out, tiles, compiled blocks or
-                policies by unit; or some layers of a list are units and others are not.
+            PlanError: the plan has what the dict cannot say, such as parameters left out, tiles,
+                compiled blocks or policies by unit; or some layers of a list are units and others
+                are not.
         """
         from shardkit.plan.fsdp_plan import fsdp_plan
 
@@ -118,9 +131,15 @@ def _tuples(value: Any) -> Any:
 
 
 def _unit(data: dict[str, Any]) -> ShardUnit:
-    policy: dict[str, Any] = {k: _dtype(v) if isinstance(v, str) else v for k, v in data["mp_policy"].items()}
-    offload = CPUOffloadPolicy(**data["offload_policy"]) if data["offload_policy"] else OffloadPolicy()
-    return ShardUnit(**{**_tuples(data), "mp_policy": MixedPrecisionPolicy(**policy), "offload_policy": offload})
+    policy: dict[str, Any] = {
+        k: _dtype(v) if isinstance(v, str) else v for k, v in data["mp_policy"].items()
+    }
+    offload = (
+        CPUOffloadPolicy(**data["offload_policy"]) if data["offload_policy"] else OffloadPolicy()
+    )
+    return ShardUnit(
+        **{**_tuples(data), "mp_policy": MixedPrecisionPolicy(**policy), "offload_policy": offload}
+    )
 
 
 def _param(data: list[Any]) -> ParamSpec:

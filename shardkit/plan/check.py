@@ -30,16 +30,18 @@ def _whole_plan(plan: PlanData) -> Iterator[str]:
             overriding.append(unit.name)
     if overriding:
         yield (
-            f"mp_policy has a param_dtype_override_fn for {listing(overriding, 6)}. A plan is plain "
-            "data, which ranks compare and JSON stores. Give the modules that keep their dtype a unit "
-            "with a policy of its own, or set ignored_params."
+            f"mp_policy has a param_dtype_override_fn for {listing(overriding, 6)}. A plan is "
+            "plain data, which ranks compare and JSON stores. Give the modules that keep their "
+            "dtype a unit with a policy of its own, or set ignored_params."
         )
     if type(plan.prefetch) is not int or plan.prefetch < 0:
-        yield (f"prefetch must be a number of units, 0 or more, got {plan.prefetch!r}. Use prefetch=1.")
+        yield (
+            f"prefetch must be a number of units, 0 or more, got {plan.prefetch!r}. Use prefetch=1."
+        )
     if plan.replicated and not any(unit.params for unit in plan.units):
         yield (
-            f"model has no parameter that can be sharded: {listing(plan.replicated, 6)} are scalars, "
-            "empty or in replicate=. Train it with DistributedDataParallel."
+            f"model has no parameter that can be sharded: {listing(plan.replicated, 6)} are "
+            "scalars, empty or in replicate=. Train it with DistributedDataParallel."
         )
 
 
@@ -75,7 +77,8 @@ def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
         yield (
             f"{unit.name} trains parameters of {len(by_dtype)} dtypes ({'; '.join(found)}). The "
             "trainable parameters of a unit have one dtype, since their gradients are reduced "
-            "together. Cast them to one dtype, or give the modules of one dtype a unit of their own."
+            "together. Cast them to one dtype, or give the modules of one dtype a unit of their "
+            "own."
         )
 
 
@@ -86,7 +89,8 @@ def _world_size_to_reshard_to(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
         fits = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
         yield (
             f"{unit.name} has reshard_after_forward={value}. As an int it must divide the {ranks} "
-            f"ranks of axis {plan.mesh_of(unit).axis_names[-1]}. Use {listing(fits)}, True or False."
+            f"ranks of axis {plan.mesh_of(unit).axis_names[-1]}. Use {listing(fits)}, True or "
+            "False."
         )
 
 
@@ -97,13 +101,14 @@ def _shard_dims(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
         fix = f"Use another dim, or dim 0, for {fqn}."
         if not 0 <= dim < len(shape):
             yield (
-                f"{fqn} is sharded on dim {dim} in {unit.name}, where its shape is {shape}. Dims count from 0. {fix}"
+                f"{fqn} is sharded on dim {dim} in {unit.name}, where its shape is {shape}. Dims "
+                f"count from 0. {fix}"
             )
         elif shape[dim] % mesh.shard_size:
             yield (
-                f"{fqn} is sharded on dim {dim}, whose size {shape[dim]} the {mesh.shard_size} ranks "
-                f"of {mesh.axis_names[-1]} do not divide. FSDP2 shards on dims other than 0 in equal "
-                f"parts only. {fix}"
+                f"{fqn} is sharded on dim {dim}, whose size {shape[dim]} the {mesh.shard_size} "
+                f"ranks of {mesh.axis_names[-1]} do not divide. FSDP2 shards on dims other than 0 "
+                f"in equal parts only. {fix}"
             )
         elif is_world_size(unit.reshard_after_forward):
             yield (
@@ -116,12 +121,12 @@ def _may_skip(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         if unit.may_skip and (len(unit.modules) > 1 or unit.modules == ("",)):
             yield (
-                f"{unit.name} has may_skip=True, which is for one module that another unit calls. Make "
-                "the skipped module a unit of its own: by_name(..., may_skip=True)."
+                f"{unit.name} has may_skip=True, which is for one module that another unit calls. "
+                "Make the skipped module a unit of its own: by_name(..., may_skip=True)."
             )
     rule = (
-        "and calls a unit with may_skip=True, or is inside of one and calls units. Skipped calls are "
-        "replaced in the forward of a module that is not compiled and alone in its unit."
+        "and calls a unit with may_skip=True, or is inside of one and calls units. Skipped calls "
+        "are replaced in the forward of a module that is not compiled and alone in its unit."
     )
     for unit in callers(plan):
         if unit.compile:
@@ -145,9 +150,9 @@ def _policy(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
     inner = unit_inside(plan, unit) if isinstance(policy, str) else None
     if inner is not None:
         yield (
-            f"{unit.name} has checkpoint_activations={policy!r}, and {inner} inside is a unit. A policy "
-            "would choose among the operations of its all-gather too. Pass checkpoint_activations=True "
-            "for it."
+            f"{unit.name} has checkpoint_activations={policy!r}, and {inner} inside is a unit. A "
+            "policy would choose among the operations of its all-gather too. Pass "
+            "checkpoint_activations=True for it."
         )
 
 
@@ -164,8 +169,8 @@ def _tiles(plan: PlanData) -> Iterator[str]:
             yield f"{subject}. It must be a number of tiles, at least 2. Use tiles={{...: 4}}."
         elif fqn in inner:
             yield (
-                f"{subject}, and {inner[fqn]} inside, a unit or in tiles too. A unit inside would be "
-                "gathered for each tile. Select the innermost of them with tiles=."
+                f"{subject}, and {inner[fqn]} inside, a unit or in tiles too. A unit inside would "
+                "be gathered for each tile. Select the innermost of them with tiles=."
             )
         elif compiled_around:
             yield (

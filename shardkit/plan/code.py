@@ -189,19 +189,28 @@ def _runs_in_order(plan: PlanData) -> list[list[ShardUnit]]:
 def _setup_code(plan: PlanData) -> list[str]:
     mesh = plan.mesh
     code = ['device_type = "cuda" if torch.cuda.is_available() else "cpu"']
-    code.append(f"mesh = init_device_mesh(device_type, {mesh.shape}, mesh_dim_names={mesh.axis_names})")
+    code.append(
+        f"mesh = init_device_mesh(device_type, {mesh.shape}, mesh_dim_names={mesh.axis_names})"
+    )
     if mesh.shard_axes > 1:
         joined = mesh.on(None)
-        code.append(f"joined = init_device_mesh(device_type, {joined.shape}, mesh_dim_names={joined.axis_names})")
+        code.append(
+            f"joined = init_device_mesh(device_type, {joined.shape}, "
+            f"mesh_dim_names={joined.axis_names})"
+        )
     dims = [pair for unit in plan.units for pair in unit.shard_dims]
     if dims:
         code.append("dims = {")
         for fqn, dim in dims:
             code.append(f"    {_quoted(fqn)}: {dim},")
         code.append("}")
-        code.append("placements = {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}")
+        code.append(
+            "placements = {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}"
+        )
     if plan.unsharded:
-        code.append(f"ignored_params = {{model.get_parameter(name) for name in {list(plan.unsharded)}}}")
+        code.append(
+            f"ignored_params = {{model.get_parameter(name) for name in {list(plan.unsharded)}}}"
+        )
     if plan.replicated:
         code.append(f"replicated = [model.get_parameter(name) for name in {list(plan.replicated)}]")
         code.append("for param in replicated:")
@@ -218,7 +227,9 @@ def _run_code(plan: PlanData, run: Sequence[ShardUnit]) -> list[str]:
     assert first is not None  # only counted units are folded into a run
     names = []
     for parts in around:
-        before, after = (_quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in parts)
+        before, after = (
+            _quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in parts
+        )
         names.append(f'f"{before}{{i}}{after}"')
     code = [f"for i in range({first}, {first + len(run)}):"]
     for line in _unit_code(plan, run[0], names):
@@ -253,7 +264,9 @@ def _unit_code(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> list[st
     if fields:
         given.append(f"mp_policy=MixedPrecisionPolicy({', '.join(fields)})")
     if isinstance(unit.offload_policy, CPUOffloadPolicy):
-        given.append(f"offload_policy=CPUOffloadPolicy(pin_memory={unit.offload_policy.pin_memory})")
+        given.append(
+            f"offload_policy=CPUOffloadPolicy(pin_memory={unit.offload_policy.pin_memory})"
+        )
     if plan.unsharded:
         given.append("ignored_params=ignored_params")
     if unit.shard_dims:

@@ -1,4 +1,6 @@
-"""The data of a plan: every decision about how to shard a model, and what follows from it; pure and local."""
+"""The data of a plan: every decision about how to shard a model, and what follows from it; pure and
+local.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,23 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError
-from shardkit.plan.types import Collectives, MeshSpec, ParamSpec, ShardUnit, ancestors, is_world_size
+from shardkit.plan.types import (
+    Collectives,
+    MeshSpec,
+    ParamSpec,
+    ShardUnit,
+    ancestors,
+    is_world_size,
+)
 
 VERSION = 1  # of the JSON form
 
 
 @dataclass(frozen=True)
 class PlanData:
-    """The fields of a ``ShardingPlan``, and what follows from them; what writes plans as text imports this."""
+    """The fields of a ``ShardingPlan``, and what follows from them; what writes plans as text
+    imports this.
+    """
 
     units: tuple[ShardUnit, ...]
     mesh: MeshSpec
@@ -71,24 +82,34 @@ class PlanData:
         return self.mesh.on(unit.mesh)
 
     def split_specs(self, unit: ShardUnit) -> list[ParamSpec]:
-        """The parameters of ``unit`` as ``fully_shard`` gets them: a rank's part, where the model has split them."""
-        parts = self.mesh.parts(unit.mesh)  # experts are split over dim 0; of other dims only the padding would differ
+        """The parameters of ``unit`` as ``fully_shard`` gets them: a rank's part, where the model
+        has split them.
+        """
+        # experts are split over dim 0; of other dims only the padding would differ
+        parts = self.mesh.parts(unit.mesh)
         specs = self.specs_of(unit)
         if parts > 1:
-            specs = [each._replace(shape=(-(-each.shape[0] // parts), *each.shape[1:])) for each in specs]
+            specs = [
+                each._replace(shape=(-(-each.shape[0] // parts), *each.shape[1:])) for each in specs
+            ]
         return specs
 
     def held_bytes(self) -> int:
-        """The bytes of the parameters that the fullest rank holds, those that every rank holds in full included."""
+        """The bytes of the parameters that the fullest rank holds, those that every rank holds in
+        full included.
+        """
         held = sum(self.specs[fqn].nbytes for fqn in self.replicated if fqn in self.specs)
         for unit in self.units:
             dims, ranks = dict(unit.shard_dims), self.mesh_of(unit).shard_size
             specs = self.split_specs(unit)
-            held += sum(spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0))) for spec in specs)
+            held += sum(
+                spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0))) for spec in specs
+            )
         return held
 
     def replicated_modules(self) -> dict[str, torch.dtype]:
-        """The modules with replicated parameters alone, which have a dim, and the dtype to compute in.
+        """The modules with replicated parameters alone, which have a dim, and the dtype to compute
+        in.
 
         That is the ``param_dtype`` of the unit around.
         """
@@ -123,7 +144,9 @@ class PlanData:
         """Whether ``accumulate`` keeps ``unit`` gathered through all micro-batches."""
         if isinstance(keep_unsharded, bool):
             return keep_unsharded
-        return unit.reshard_after_forward is False or (keep_unsharded == "frozen" and not self.trains(unit))
+        return unit.reshard_after_forward is False or (
+            keep_unsharded == "frozen" and not self.trains(unit)
+        )
 
     def collectives(
         self,
@@ -134,11 +157,12 @@ class PlanData:
     ) -> Collectives:
         """Predict the collectives of one step on each rank; pure and local.
 
-        Holds for eager torch when the units run in the model's order, each once per forward; a unit that runs
-        twice is gathered again.
+        Holds for eager torch when the units run in the model's order, each once per forward; a unit
+        that runs twice is gathered again.
 
         Args:
-            micro_batches: forwards and backwards with gradients, in a step of ``shardkit.accumulate``.
+            micro_batches: forwards and backwards with gradients, in a step of
+                ``shardkit.accumulate``.
             keep_unsharded: as given to ``accumulate``.
             shard_gradients: as given to ``accumulate``.
 
@@ -172,11 +196,14 @@ class PlanData:
     def _gathered_in_backward(self) -> set[str]:
         """Names of the units that are resharded after forward and gathered again in backward.
 
-        Backward does not reach units that come before the first trainable parameter, since what they return
-        needs no gradient. Prefetching, always at least one unit ahead, still gathers the last of them.
+        Backward does not reach units that come before the first trainable parameter, since what
+        they return needs no gradient. Prefetching, always at least one unit ahead, still gathers
+        the last of them.
         """
         order = {spec.fqn: place for place, spec in enumerate(self.params)}
-        first_trained = min((order[spec.fqn] for spec in self.params if spec.trainable), default=None)
+        first_trained = min(
+            (order[spec.fqn] for spec in self.params if spec.trainable), default=None
+        )
         if first_trained is None:
             return set()
         units = [unit for unit in self.execution_order() if unit.params]
@@ -185,7 +212,9 @@ class PlanData:
         return {unit.name for unit in units if unit.reshard_after_forward is not False} - skipped
 
     def execution_order(self) -> list[ShardUnit]:
-        """Return the units as a forward runs them: in ``order`` if given, else in the model's own, parents first."""
+        """Return the units as a forward runs them: in ``order`` if given, else in the model's own,
+        parents first.
+        """
         seen = {name: place for place, name in enumerate(self.order)}
         first: dict[str, int] = {}
         for place, spec in enumerate(self.params):
@@ -199,7 +228,9 @@ class PlanData:
         return sorted(self.units, key=place_of)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON-ready data: strings, numbers, lists and dicts; keys are the field names."""
+        """Return the plan as JSON-ready data: strings, numbers, lists and dicts; keys are the field
+        names.
+        """
         return {"version": VERSION, **_plain(self)}
 
 

@@ -1,4 +1,6 @@
-"""A plan as the ``fsdp_plan`` of transformers' ``DistributedConfig``: module names, ``*`` for numbers, and styles."""
+"""A plan as the ``fsdp_plan`` of transformers' ``DistributedConfig``: module names, ``*`` for
+numbers, and styles.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _OF_UNIT = ("checkpoint_activations", "compile", "mesh", "may_skip")
 
 
 def fsdp_plan(plan: PlanData) -> dict[str, str]:
-    """Return the style of each unit's modules; ``ShardingPlan.to_fsdp_plan`` says what is refused."""
+    """Return the style of each unit's modules; ``ShardingPlan.to_fsdp_plan`` says
+    what is refused.
+    """
     unit_of: dict[str, ShardUnit] = {}
     for unit in plan.units:
         for fqn in (*unit.modules, *_tied_inside(plan, unit)):
@@ -71,13 +75,15 @@ def _unsaid(plan: PlanData) -> Iterator[str]:
     for name in _OF_UNIT:
         found[name] = [unit.name for unit in plan.units if getattr(unit, name)]
     is_known = root.mp_policy in (MixedPrecisionPolicy(), _OF_FLAG)
-    found["mp_policy"] = [u.name for u in plan.units if u.mp_policy != root.mp_policy or not is_known]
+    found["mp_policy"] = [
+        u.name for u in plan.units if u.mp_policy != root.mp_policy or not is_known
+    ]
     found["offload_policy"] = [u.name for u in plan.units if u.offloads != root.offloads]
     for name, names in found.items():
         if names:
             yield (
-                f"{name} cannot be said in transformers' fsdp_plan: {listing(names, 6)}. Leave it out of "
-                "the plan, or shard with shard_model."
+                f"{name} cannot be said in transformers' fsdp_plan: {listing(names, 6)}. Leave it "
+                "out of the plan, or shard with shard_model."
             )
 
 
@@ -93,8 +99,8 @@ def _misplaced(plan: PlanData, unit_of: dict[str, ShardUnit]) -> Iterator[str]:
         own = _style(unit_of[fqn]) if fqn in unit_of else "no unit"
         if styles.get(rule, own) != own:
             yield (
-                f"{fqn} is {own}, where others of {rule} are {styles[rule]}. A rule of transformers "
-                "holds for every number. Give all of them one rule."
+                f"{fqn} is {own}, where others of {rule} are {styles[rule]}. A rule of "
+                "transformers holds for every number. Give all of them one rule."
             )
         if own == "keep_full_weight":
             for outer in ancestors(fqn):
@@ -111,7 +117,8 @@ def _done_otherwise(plan: PlanData) -> dict[str, list[str]]:
     root = plan.units[-1]
     found: dict[str, list[str]] = defaultdict(list)
     for unit in plan.units:
-        is_pair = any(fqn.rpartition(".")[2] == "norm" for fqn in unit.modules)  # its own [norm, head]
+        # its own [norm, head]
+        is_pair = any(fqn.rpartition(".")[2] == "norm" for fqn in unit.modules)
         if len(unit.modules) > 1 and not is_pair:
             found["sharded module by module"].append(unit.name)
         found["sharded on dim 0"] += [fqn for fqn, _ in unit.shard_dims]

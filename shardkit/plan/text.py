@@ -51,7 +51,9 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def _row(plan: PlanData, units: Sequence[ShardUnit]) -> dict[str, str]:
-    """Return the cells of one unit, or of several that are alike, by the titles of their columns."""
+    """Return the cells of one unit, or of several that are alike, by the titles
+    of their columns.
+    """
     unit = units[0]
     specs = plan.specs_of(unit)
     row = {"unit": unit.name, "parameters": "-", "bytes": "-"}
@@ -75,7 +77,9 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> dict[str, str]:
     row["checkpointed"] = "yes" if policy is True else policy or ""
     row["compiled"] = "yes" if unit.compile else ""
     dims = Counter(dim for _, dim in unit.shard_dims)
-    row["not on dim 0"] = ", ".join(f"{number} on dim {dim}" for dim, number in sorted(dims.items()))
+    row["not on dim 0"] = ", ".join(
+        f"{number} on dim {dim}" for dim, number in sorted(dims.items())
+    )
     row["mesh"] = ""
     if any(other.mesh for other in plan.units):
         splits = [f"{name}={size}" for name, size in plan.mesh.splits(unit.mesh).items()]

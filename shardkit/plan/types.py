@@ -13,12 +13,16 @@ from shardkit.errors import PlanError
 
 
 def is_world_size(reshard_after_forward: bool | int) -> bool:
-    """Return whether ``reshard_after_forward`` is a number of ranks; in Python ``isinstance(True, int)`` holds."""
+    """Return whether ``reshard_after_forward`` is a number of ranks; in Python
+    ``isinstance(True, int)`` holds.
+    """
     return isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
 
 
 def ancestors(fqn: str) -> list[str]:
-    """Return the FQNs of the modules around ``fqn``, innermost first, the root ``""`` last; none for the root."""
+    """Return the FQNs of the modules around ``fqn``, innermost first, the root ``""`` last; none
+    for the root.
+    """
     parts = fqn.split(".")
     return [".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1)] if fqn else []
 
@@ -41,7 +45,9 @@ def nbytes(size: float) -> str:
 
 @dataclass
 class Collectives:
-    """The collectives of a step on each rank: ``plan.collectives()`` predicts, ``testing.comm_counts()`` counts."""
+    """The collectives of a step on each rank: ``plan.collectives()`` predicts,
+    ``testing.comm_counts()`` counts.
+    """
 
     all_gathers: int = 0
     reduce_scatters: int = 0
@@ -59,8 +65,8 @@ class ParamSpec(NamedTuple):
         trainable: its ``requires_grad``.
         aliases: the further FQNs under which a tied parameter is registered.
         tensor_parallel: whether it was a DTensor before sharding, on another axis of the mesh.
-        element_bytes: of a frozen parameter whose class stores it in another form, such as NF4: the bytes that it holds
-            for each element, gathered or not; 0.0 for those of ``dtype``.
+        element_bytes: of a frozen parameter whose class stores it in another form, such as NF4: the
+            bytes that it holds for each element, gathered or not; 0.0 for those of ``dtype``.
     """
 
     fqn: str
@@ -82,7 +88,9 @@ class ParamSpec(NamedTuple):
         return bool(self.shape) and 0 not in self.shape
 
     def shard_numel(self, ranks: int, dim: int = 0) -> int:
-        """Elements of the largest of its shards on ``dim``, that of rank 0: torch splits like torch.chunk."""
+        """Elements of the largest of its shards on ``dim``, that of rank 0: torch splits like
+        torch.chunk.
+        """
         size = self.shape[dim] if self.shape else 1
         return -(-size // ranks) * (self.numel // size) if size else 0
 
@@ -92,18 +100,25 @@ class ParamSpec(NamedTuple):
         return self.nbytes_of(self.numel)
 
     def nbytes_of(self, numel: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes of ``numel`` of its elements, in ``dtype`` or as stored; ``dtype`` does not cast quantized classes."""
-        return round(numel * self.element_bytes) if self.element_bytes else numel * (dtype or self.dtype).itemsize
+        """Bytes of ``numel`` of its elements, in ``dtype`` or as stored; ``dtype`` does not cast
+        quantized classes.
+        """
+        return (
+            round(numel * self.element_bytes)
+            if self.element_bytes
+            else numel * (dtype or self.dtype).itemsize
+        )
 
 
 @dataclass(frozen=True)
 class MeshSpec:
     """Shape and axis names of a device mesh, in ranks; needs no process group.
 
-    One axis shards (FSDP). Two axes replicate over the first and shard over the second (HSDP), torch's own
-    order; ``(n, 1)`` replicates only, like DDP. Of more axes the first replicates, and the others shard as if they were
-    one. ``shard_axes`` says how many of the last axes shard, where it is another number: on ``("efsdp", "ep")`` both
-    do once a rule shards experts on ``"efsdp"`` alone.
+    One axis shards (FSDP). Two axes replicate over the first and shard over the second (HSDP),
+    torch's own order; ``(n, 1)`` replicates only, like DDP. Of more axes the first replicates, and
+    the others shard as if they were one. ``shard_axes`` says how many of the last axes shard, where
+    it is another number: on ``("efsdp", "ep")`` both do once a rule shards experts on ``"efsdp"``
+    alone.
 
     Examples:
         >>> MeshSpec.hybrid(2, 4).size
@@ -122,8 +137,8 @@ class MeshSpec:
         if not (axes and names_fit and sizes_fit and axes - self.shard_axes in (0, 1)):
             raise PlanError(
                 f"mesh has the shape {self.shape} with axis names {self.axis_names}, of which "
-                f"{self.shard_axes} shard. A mesh has axes of at least one rank, each with a name of its "
-                "own, and all but at most one shard. Use MeshSpec.sharded(ranks) or "
+                f"{self.shard_axes} shard. A mesh has axes of at least one rank, each with a name "
+                "of its own, and all but at most one shard. Use MeshSpec.sharded(ranks) or "
                 "MeshSpec.hybrid(replicate, shard)."
             )
 
@@ -153,43 +168,57 @@ class MeshSpec:
         return len(self.shape) > self.shard_axes
 
     def sharded_from(self, axis: str) -> MeshSpec:
-        """Return the mesh of which ``axis`` and all after it shard; PlanError if it is not one of the first two."""
+        """Return the mesh of which ``axis`` and all after it shard; PlanError if it is not one of
+        the first two.
+        """
         if axis not in self.axis_names[:2]:
             raise PlanError(
-                f"mesh of a rule must be one of the first two axes of {self}, got {axis!r}. At most one "
-                "axis, which replicates, comes before it; the experts are split over those after it. "
-                'Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", "efsdp", "ep")).'
+                f"mesh of a rule must be one of the first two axes of {self}, got {axis!r}. At "
+                "most one axis, which replicates, comes before it; the experts are split over "
+                'those after it. Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", '
+                '"efsdp", "ep")).'
             )
         return replace(self, shard_axes=len(self.shape) - self.axis_names.index(axis))
 
     def on(self, axis: str | None) -> MeshSpec:
-        """Return the mesh of one or two axes for a unit sharded on ``axis``, the first that shards; None is on all."""
+        """Return the mesh of one or two axes for a unit sharded on ``axis``, the first that shards;
+        None is on all.
+        """
         if axis is None and self.shard_axes == 1:
             return self
         cut = len(self.shape) - self.shard_axes
         shards = self.axis_names[cut:]
         if axis not in (None, shards[0]):
             raise PlanError(
-                f"mesh of a unit must be None, for all axes that shard, or {shards[0]!r} of {self}, got {axis!r}."
+                f"mesh of a unit must be None, for all axes that shard, or {shards[0]!r} of "
+                f"{self}, got {axis!r}."
             )
         size = self.shard_size if axis is None else self.shape[cut]
-        return MeshSpec((*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1)
+        return MeshSpec(
+            (*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1
+        )
 
     def splits(self, axis: str | None) -> dict[str, int]:
-        """Return the axes, with their sizes, over which the model has split the experts of a unit on ``axis``."""
+        """Return the axes, with their sizes, over which the model has split the experts of a unit
+        on ``axis``.
+        """
         if axis is None:
             return {}
         cut = self.axis_names.index(axis) + 1
         return dict(zip(self.axis_names[cut:], self.shape[cut:], strict=True))
 
     def parts(self, axis: str | None) -> int:
-        """Return into how many parts the model has split each parameter of a unit on ``axis``; 1 for None."""
+        """Return into how many parts the model has split each parameter of a unit on ``axis``; 1
+        for None.
+        """
         return math.prod(self.splits(axis).values())
 
     def __str__(self) -> str:
         axes = [f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True)]
         shards = " x ".join(axes[-self.shard_axes :])
-        return " x ".join([*axes[: -self.shard_axes], shards if self.shard_axes == 1 else f"({shards})"])
+        return " x ".join(
+            [*axes[: -self.shard_axes], shards if self.shard_axes == 1 else f"({shards})"]
+        )
 
 
 @dataclass(frozen=True)
@@ -197,22 +226,25 @@ class ShardUnit:
     """One future ``fully_shard`` call: the modules that share one all-gather.
 
     Attributes:
-        modules: FQNs, ``""`` is the root; more than one is torch's list form, ``fully_shard([a, b])``.
+        modules: FQNs, ``""`` is the root; more than one is torch's list form,
+            ``fully_shard([a, b])``.
         params: FQNs of the parameters this call will own, in torch's order; a tied one once.
         reshard_after_forward: resolved, never None; an int is the number of ranks to reshard to.
-        mp_policy: torch's own class; in a plan, ``reduce_dtype=None`` beside a ``param_dtype`` becomes the dtype of
-            the unit's trainable parameters.
+        mp_policy: torch's own class; in a plan, ``reduce_dtype=None`` beside a ``param_dtype``
+            becomes the dtype of the unit's trainable parameters.
         offload_policy: torch's own class.
-        checkpoint_activations: recompute the forward of each of ``blocks`` in backward; ``"selective"`` keeps attention
-            and every other matrix product, ``"module:function"`` what that policy keeps.
+        checkpoint_activations: recompute the forward of each of ``blocks`` in backward;
+            ``"selective"`` keeps attention and every other matrix product, ``"module:function"``
+            what that policy keeps.
         compile: compile the forward of each of ``blocks``, after checkpointing and before sharding.
-        blocks: FQNs of what these two apply to, the modules or blocks inside them; empty is ``modules``, where a rule
-            asks for it.
-        shard_dims: the parameters that are not sharded on dim 0, as pairs ``(fqn, dim)`` in the order of ``params``; a
-            mapping is converted. The shard axis must divide their sizes.
-        dim_given: whether a rule gave ``shard_dim``; on another mesh such dims stay, and others are chosen anew.
-        mesh: the axis that this unit is sharded on, where not on all that shard: experts that the model has split over
-            the axes after it. None is all.
+        blocks: FQNs of what these two apply to, the modules or blocks inside them; empty is
+            ``modules``, where a rule asks for it.
+        shard_dims: the parameters that are not sharded on dim 0, as pairs ``(fqn, dim)`` in the
+            order of ``params``; a mapping is converted. The shard axis must divide their sizes.
+        dim_given: whether a rule gave ``shard_dim``; on another mesh such dims stay, and others are
+            chosen anew.
+        mesh: the axis that this unit is sharded on, where not on all that shard: experts that the
+            model has split over the axes after it. None is all.
         may_skip: ranks may call the module or not; those that do not take part in its collectives.
     """
 

@@ -90,8 +90,8 @@ def build_plan(
     for name in ("checkpoint_activations", "compile"):
         if settings.get(name) and not any(getattr(unit, name) for unit in plan.units):
             raise PlanError(
-                f"{name}={policy_name(settings.get(name))!r} reaches no module. It applies to blocks: "
-                "units of one module with submodules. Name the modules: "
+                f"{name}={policy_name(settings.get(name))!r} reaches no module. It applies to "
+                "blocks: units of one module with submodules. Name the modules: "
                 f"units=[by_name(..., {name}=True)]."
             )
     return plan
@@ -172,7 +172,9 @@ def plan_of(
     trained = [fqn for fqn in sorted(ignored) if specs[fqn].trainable]
     if trained:
         names = listing(trained, 6)
-        notes.append(f"{names}: ignored but trained, so each rank keeps its own, unreduced gradient")
+        notes.append(
+            f"{names}: ignored but trained, so each rank keeps its own, unreduced gradient"
+        )
     tiles = tiles or {}
     plan = ShardingPlan(
         units=tuple(units),
@@ -214,7 +216,9 @@ def plan_from_units(
         else:
             uncalled.append(fqn)
     if uncalled:
-        notes.append(f"{listing(uncalled, 6)}: has no forward, so the unit around it gathers its parameters")
+        notes.append(
+            f"{listing(uncalled, 6)}: has no forward, so the unit around it gathers its parameters"
+        )
 
     left_alone = set(ignored)
     selections, tie_notes = join_ties(tree, selections, left_alone)
@@ -268,12 +272,14 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
     except CycleError as error:
         names = [repr(node.name) for node in selections[error.args[1][0]].modules]
         raise PlanError(
-            f"group({', '.join(names)}) has a module that lies inside another one of the same unit, "
-            "or of a unit inside it. Leave the inner module out."
+            f"group({', '.join(names)}) has a module that lies inside another one of the same "
+            "unit, or of a unit inside it. Leave the inner module out."
         ) from error
 
 
-def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Overrides) -> ShardUnit:
+def _unit(
+    tree: ModelTree, selection: Selection, params: list[str], settings: Overrides
+) -> ShardUnit:
     first = selection.modules[0]
     # Recomputing a lone embedding, norm or head saves nothing, and neither does the whole model.
     is_block = len(selection.modules) == 1 and bool(first.children) and first is not tree.root
@@ -305,7 +311,8 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Ov
 def _forward_methods(tree: ModelTree, methods: Iterable[str]) -> tuple[str, ...]:
     if isinstance(methods, str):
         raise PlanError(
-            f"forward_methods must be a list of names, got the string {methods!r}. Pass forward_methods=[{methods!r}]."
+            f"forward_methods must be a list of names, got the string {methods!r}. Pass "
+            f"forward_methods=[{methods!r}]."
         )
     names = list(methods)
     if callable(getattr(tree.root.module, "generate", None)):
@@ -322,19 +329,21 @@ def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         found = node is not None and callable(getattr(node.module, method, None))
         if not found or method == "forward":
             yield (
-                f"forward_methods has {name!r}, which is not a method besides forward of a module in "
-                "the model. Only units and the model can gather. Correct the name."
+                f"forward_methods has {name!r}, which is not a method besides forward of a module "
+                "in the model. Only units and the model can gather. Correct the name."
             )
         elif node not in units:
             yield (
-                f"forward_methods has {name!r}, a method of {fqn}, which is not a unit. Only units and "
-                f"the model can gather. Make {fqn} a unit with units=, or name a method of a unit or "
-                "of the model that calls this one."
+                f"forward_methods has {name!r}, a method of {fqn}, which is not a unit. Only units "
+                f"and the model can gather. Make {fqn} a unit with units=, or name a method of a "
+                "unit or of the model that calls this one."
             )
 
 
 def named_model(given: str) -> nn.Module:
-    """Return the model that a command line names, on meta: of a factory, or of a transformers config; or PlanError."""
+    """Return the model that a command line names, on meta: of a factory, or of a transformers
+    config; or PlanError.
+    """
     try:
         if given.endswith(".json") and not Path(given).exists():
             raise FileNotFoundError(f"no such file in {Path.cwd()}")
@@ -349,6 +358,6 @@ def named_model(given: str) -> nn.Module:
     except Exception as error:  # whatever the user's code raises
         raise PlanError(
             f"model {given} cannot be built ({type(error).__name__}: {error}). It must be "
-            "package.module:factory, a callable without arguments, or a config.json of transformers. "
-            "Check that it can be imported from here."
+            "package.module:factory, a callable without arguments, or a config.json of "
+            "transformers. Check that it can be imported from here."
         ) from error

@@ -62,7 +62,9 @@ def default_units(tree: ModelTree) -> list[Selection]:
 
 
 def find_blocks(tree: ModelTree) -> list[ModuleNode]:
-    """Return the modules that repeat in lists, in order; of nested ones the innermost whole ones."""
+    """Return the modules that repeat in lists, in order; of nested ones the
+    innermost whole ones.
+    """
     items = _list_items(tree)
     listed = Counter(type(node.module) for node in items)
     blocks = set()

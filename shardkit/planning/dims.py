@@ -1,4 +1,6 @@
-"""Choose the dim on which each parameter is sharded: dim 0, unless some ranks then hold too much."""
+"""Choose the dim on which each parameter is sharded: dim 0, unless some ranks then
+hold too much.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from shardkit.plan.types import nbytes
 
 _EFFECT = "the fullest rank holds"  # in each note of this file
 SLACK = 0.01  # how much more than with the best dims the fullest rank may hold
-# The same on more than MANY ranks. There torch copies a parameter on another dim from and to as many
-# views as there are ranks, in every collective (16,384: 0.1 s), and a rank's part of it is thousands
-# of short runs in a file.
+# The same on more than MANY ranks. There torch copies a parameter on another dim from and to as
+# many views as there are ranks, in every collective (16,384: 0.1 s), and a rank's part of it is
+# thousands of short runs in a file.
 MANY, SLACK_OF_MANY = 1024, 0.5
 
 
@@ -30,10 +32,10 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     """Return the plan in which the fullest rank holds at most ``SLACK`` more than it must; pure.
 
     FSDP2 gives whole rows of dim 0 to each rank: 8 experts on 64 ranks leave 56 without any. It
-    shards other dims in equal parts only, and copies them once more in each collective. So the shapes
-    that waste most are taken first, and no more than needed, each on the first dim that divides,
-    whose shards are the longest runs in memory. Notes say why. Parameters in ``keep``, and those of
-    units whose rule gave a dim, stay as they are.
+    shards other dims in equal parts only, and copies them once more in each collective. So the
+    shapes that waste most are taken first, and no more than needed, each on the first dim that
+    divides, whose shards are the longest runs in memory. Notes say why. Parameters in ``keep``, and
+    those of units whose rule gave a dim, stay as they are.
     """
     found: dict[object, _Alike] = defaultdict(_Alike)
     for unit in plan.units:
@@ -65,9 +67,9 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
         names = [fqn for fqn in dims if dims[fqn] == dim]
         rows = sorted({plan.specs[fqn].shape[0] for fqn in names})
         notes.append(
-            f"{listing(names, 2)}: sharded on dim {dim}, because the {listing(map(str, rows), 3)} rows "
-            f"of dim 0 do not spread over {plan.mesh.shard_size} ranks; {_EFFECT} {nbytes(held)}, not "
-            f"{nbytes(before)}"
+            f"{listing(names, 2)}: sharded on dim {dim}, because the {listing(map(str, rows), 3)} "
+            f"rows of dim 0 do not spread over {plan.mesh.shard_size} ranks; {_EFFECT} "
+            f"{nbytes(held)}, not {nbytes(before)}"
         )
     return replace(plan, units=tuple(units), notes=tuple(notes))
 
@@ -83,9 +85,9 @@ def _better_dim(spec: ParamSpec, ranks: int) -> int:
 def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
     """Return the plan on another mesh, with the dims chosen for that mesh; pure.
 
-    Dims that a rule gave stay; a note names those that the other mesh does not divide, which go back
-    to dim 0. On its own mesh the plan is unchanged. Raises PlanError where a unit is sharded on an
-    axis that is not one of the first two of ``mesh``.
+    Dims that a rule gave stay; a note names those that the other mesh does not divide, which go
+    back to dim 0. On its own mesh the plan is unchanged. Raises PlanError where a unit is sharded
+    on an axis that is not one of the first two of ``mesh``.
     """
     for unit in plan.units:
         if unit.mesh is not None:
@@ -106,6 +108,9 @@ def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
                 kept.append((fqn, dim))
         units.append(replace(unit, shard_dims=tuple(kept)))
         if undone:
-            notes.append(f"{listing(undone, 2)}: on dim 0, because {mesh} does not divide the dim that a rule gave")
+            notes.append(
+                f"{listing(undone, 2)}: on dim 0, because {mesh} does not divide the dim that a "
+                "rule gave"
+            )
     keep = {spec.fqn for spec in plan.params if spec.tensor_parallel}
     return balanced(replace(moved, units=tuple(units), notes=tuple(notes)), keep)

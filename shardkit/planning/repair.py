@@ -24,7 +24,9 @@ from shardkit.planning.tree import (
 )
 
 
-def join_ties(tree: ModelTree, selections: list[Selection], skipped: Set[str]) -> tuple[list[Selection], list[str]]:
+def join_ties(
+    tree: ModelTree, selections: list[Selection], skipped: Set[str]
+) -> tuple[list[Selection], list[str]]:
     """Return units in which each tied parameter has one owner, and a note for what the root takes.
 
     The modules that share the parameter become one unit. Where one of them is around another, or is
@@ -54,7 +56,9 @@ def join_ties(tree: ModelTree, selections: list[Selection], skipped: Set[str]) -
             selections = _join(selections, owning, sharing)
 
 
-def _join(selections: list[Selection], owning: list[Selection], sharing: list[ModuleNode]) -> list[Selection]:
+def _join(
+    selections: list[Selection], owning: list[Selection], sharing: list[ModuleNode]
+) -> list[Selection]:
     """Make one unit of these modules and of the owning units with modules at or below them."""
     inside = {below for node in sharing for below in node.subtree()}
     joined = [each for each in owning if not inside.isdisjoint(each.modules)]
@@ -89,7 +93,8 @@ def split_dtypes(
             continue
         kept = max(numel, key=lambda dtype: numel[dtype])
         own = {tree.specs[fqn].dtype for node in selection.modules for fqn in node.params}
-        if len(own & numel.keys()) == 1:  # what the unit's modules have themselves cannot be taken out
+        # what the unit's modules have themselves cannot be taken out
+        if len(own & numel.keys()) == 1:
             (kept,) = own & numel.keys()
         others = {fqn for fqn in params if tree.specs[fqn].dtype in numel.keys() - {kept}}
         others = {fqn for fqn in others if tree.specs[fqn].trainable}
@@ -107,18 +112,23 @@ def split_dtypes(
     if new:
         apart = outermost([node for each in new for node in each.modules])
         names = listing([node.fqn for node in apart], 4)
-        notes.append(f"{names}: train in another dtype than the modules around them, so they are separate units")
+        notes.append(
+            f"{names}: train in another dtype than the modules around them, so they are separate "
+            "units"
+        )
     if odd:
         size = nbytes(sum(tree.specs[fqn].nbytes for fqn in odd))
         notes.append(
-            f"{listing([fqn for fqn in tree.params if fqn in odd], 4)}: train in another dtype than "
-            "the rest of their unit and cannot be a unit of their own, so are replicated, "
+            f"{listing([fqn for fqn in tree.params if fqn in odd], 4)}: train in another dtype "
+            "than the rest of their unit and cannot be a unit of their own, so are replicated, "
             f"{size} on every rank"
         )
     return [*selections, *new], odd, notes
 
 
-def _trains_only(tree: ModelTree, node: ModuleNode, dtype: torch.dtype, selection: Selection) -> bool:
+def _trains_only(
+    tree: ModelTree, node: ModuleNode, dtype: torch.dtype, selection: Selection
+) -> bool:
     """Whether a module of a unit can be taken out of it to train this dtype."""
     if node in selection.modules or not is_called(node):
         return False

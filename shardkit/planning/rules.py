@@ -190,8 +190,8 @@ def replicated_modules(tree: ModelTree, rules: Rule | Sequence[Rule]) -> set[Mod
     split = {fqn for node in found for fqn in node.params if tree.specs[fqn].tensor_parallel}
     if split:
         raise PlanError(
-            f"replicate has {listing(sorted(split), 6)}, a DTensor. Only parameters that every rank "
-            "holds in full can be replicated. Leave its module out."
+            f"replicate has {listing(sorted(split), 6)}, a DTensor. Only parameters that every "
+            "rank holds in full can be replicated. Leave its module out."
         )
     return found
 
@@ -214,8 +214,8 @@ def _without_settings(tree: ModelTree, rule: UnitRule, argument: str) -> list[Se
     for selection in selections:
         if selection.overrides:
             raise PlanError(
-                f"{rule.text} has {listing(selection.overrides)}, and is given to {argument}=, which "
-                "makes no units. Leave its settings out, or give them to a rule of units=."
+                f"{rule.text} has {listing(selection.overrides)}, and is given to {argument}=, "
+                "which makes no units. Leave its settings out, or give them to a rule of units=."
             )
     return selections
 
@@ -232,11 +232,13 @@ def _not_taken(tree: ModelTree, rule: UnitRule, taken: dict[ModuleNode, str]) ->
     if not fresh:
         claims = []
         for selection in found:
-            claims += [f"{node.name} (by {taken[node]})" for node in selection.modules if node in taken]
+            claims += [
+                f"{node.name} (by {taken[node]})" for node in selection.modules if node in taken
+            ]
         raise PlanError(
-            f"{rule.text} matches modules of earlier rules: {listing(claims)}. Each module is in one "
-            "unit, and the first matching rule wins. Remove one of the rules, or put the narrower one "
-            "first."
+            f"{rule.text} matches modules of earlier rules: {listing(claims)}. Each module is in "
+            "one unit, and the first matching rule wins. Remove one of the rules, or put the "
+            "narrower one first."
         )
     return fresh
 
@@ -265,12 +267,14 @@ def _check_dims(tree: ModelTree, rule: UnitRule, selections: list[Selection]) ->
             most.setdefault(dim, 0)
             for node in selection.modules:
                 for below in node.subtree():
-                    most[dim] = max([most[dim], *(len(tree.specs[fqn].shape) for fqn in below.params)])
+                    most[dim] = max(
+                        [most[dim], *(len(tree.specs[fqn].shape) for fqn in below.params)]
+                    )
     for dim, dims in most.items():
         if dim >= dims:
             raise PlanError(
-                f"{rule.text} has shard_dim={dim}, but no parameter of its modules has more than {dims} "
-                "dims. Dims count from 0."
+                f"{rule.text} has shard_dim={dim}, but no parameter of its modules has more than "
+                f"{dims} dims. Dims count from 0."
             )
 
 
@@ -290,12 +294,14 @@ def as_rule(rule: Rule) -> UnitRule:
     if callable(rule) and not isinstance(rule, (type, nn.Module)):
         return _rule_for(getattr(rule, "__name__", repr(rule)), rule, Overrides())
     raise PlanError(
-        "units must be by_class, by_name, by_size, group, a module class, an FQN glob or a callable "
-        f"(fqn, module), or a list of these, got {rule!r}."
+        "units must be by_class, by_name, by_size, group, a module class, an FQN glob or a "
+        f"callable (fqn, module), or a list of these, got {rule!r}."
     )
 
 
-def _rule_for(text: str, matches: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides) -> UnitRule:
+def _rule_for(
+    text: str, matches: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides
+) -> UnitRule:
     def select(tree: ModelTree, _: Set[ModuleNode]) -> list[Selection]:
         found = []
         for node in tree.nodes:
@@ -342,7 +348,8 @@ def check_settings(rule: str, settings: Mapping[str, Any]) -> None:
     unknown = settings.keys() - _TYPES.keys()
     if unknown:
         raise PlanError(
-            f"{rule} has an unknown setting, {listing(sorted(unknown))}. A unit's settings are {listing(_TYPES)}."
+            f"{rule} has an unknown setting, {listing(sorted(unknown))}. A unit's settings are "
+            f"{listing(_TYPES)}."
         )
     for name, value in settings.items():
         if value is not None and not isinstance(value, _TYPES[name]):
@@ -355,7 +362,9 @@ def check_settings(rule: str, settings: Mapping[str, Any]) -> None:
 
 
 def policy_name(value: object) -> bool | str:
-    """Return ``checkpoint_activations`` as a plan has it: a policy by its name, as ranks compare."""
+    """Return ``checkpoint_activations`` as a plan has it: a policy by its name,
+    as ranks compare.
+    """
     if callable(value):
         module = getattr(value, "__module__", "")
         value = f"{module}:{getattr(value, '__qualname__', '<locals>')}"
@@ -364,7 +373,7 @@ def policy_name(value: object) -> bool | str:
     if isinstance(value, str) and (value == "selective" or (":" in value and "<" not in value)):
         return value
     raise PlanError(
-        f'checkpoint_activations must be True, False, "selective" or a policy, got {value!r}. A plan '
-        "stores the name of a policy, and each rank imports it. Define the policy at the top of a "
-        "module."
+        f'checkpoint_activations must be True, False, "selective" or a policy, got {value!r}. A '
+        "plan stores the name of a policy, and each rank imports it. Define the policy at the top "
+        "of a module."
     )

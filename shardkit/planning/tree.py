@@ -21,7 +21,9 @@ from shardkit.plan import ParamSpec
 
 @dataclass(eq=False)
 class ModuleNode:
-    """One module of the model. A module that is registered in several places has several parents."""
+    """One module of the model. A module that is registered in several places
+    has several parents.
+    """
 
     fqn: str  # where the model registers it first; "" is the root
     module: nn.Module
@@ -160,7 +162,9 @@ class ModelTree:
 
 
 def _element_bytes(param: torch.Tensor) -> float:
-    """Bytes per element of a parameter that consists of other tensors, such as NF4; 0.0 of others."""
+    """Bytes per element of a parameter that consists of other tensors, such as NF4;
+    0.0 of others.
+    """
     names = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
     return float(sum(getattr(param, name).nbytes for name in names)) / max(1, param.numel())
 
@@ -175,7 +179,9 @@ def outermost(nodes: Sequence[ModuleNode]) -> list[ModuleNode]:
 # --- Which unit owns a parameter ----------------------------------------------------------------
 
 
-def units_around(tree: ModelTree, units: Sequence[Sequence[ModuleNode]]) -> dict[ModuleNode, frozenset[int]]:
+def units_around(
+    tree: ModelTree, units: Sequence[Sequence[ModuleNode]]
+) -> dict[ModuleNode, frozenset[int]]:
     """The unit that is gathered while a module runs: the innermost around it.
 
     Several, by index, where a module is registered in several units.

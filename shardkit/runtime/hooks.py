@@ -1,8 +1,9 @@
 """Forward hooks on the root of a sharded model, for what FSDP2 leaves to its user.
 
-A unit called before the whole model would become the root. A first forward under ``inference_mode`` would leave
-parameters that cannot be trained. An evaluation, or a frozen teacher, leaves units gathered: an optimizer built then
-would hold copies, and an average would meet them. A backward with ``create_graph=True`` ends in SIGSEGV.
+A unit called before the whole model would become the root. A first forward under ``inference_mode``
+would leave parameters that cannot be trained. An evaluation, or a frozen teacher, leaves units
+gathered: an optimizer built then would hold copies, and an average would meet them. A backward with
+``create_graph=True`` ends in SIGSEGV.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ double_backwards: list[nn.Module] = []  # models that run in the context ``doubl
 
 
 def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
-    """Support other entries than the root's forward, reshard after one without backward, refuse ``create_graph``.
+    """Support other entries than the root's forward, reshard after one without backward, refuse
+    ``create_graph``.
 
-    For any FSDP2 model, before its first forward. Local, in place. In a training step one hook runs after the root's
-    forward, and one when backward begins.
+    For any FSDP2 model, before its first forward. Local, in place. In a training step one hook runs
+    after the root's forward, and one when backward begins.
 
     Args:
         root: the outermost FSDP module.
-        methods: gather like ``forward`` from now on: dotted names from ``root``, of methods of FSDP modules.
+        methods: gather like ``forward`` from now on: dotted names from ``root``, of methods of FSDP
+            modules.
     """
     begin = _begin_as_root(root)
-    running: list[bool] = []  # for each method that has not ended, whether a forward without backward ended inside
+    # for each method that has not ended, whether a forward without backward ended inside
+    running: list[bool] = []
 
     @not_compiled
     def after_forward(module: nn.Module, args: object, kwargs: object, output: Any) -> None:
@@ -71,9 +75,11 @@ def reshard(model: nn.Module) -> None:
 
 
 def _begin_as_root(root: nn.Module) -> _Hook:
-    """Make ``root`` the FSDP root whichever of its units runs first; the hooks remove themselves then.
+    """Make ``root`` the FSDP root whichever of its units runs first; the hooks remove themselves
+    then.
 
-    Not before that forward: until then users may cast the model, add modules, or shard a module around it.
+    Not before that forward: until then users may cast the model, add modules, or shard a module
+    around it.
     """
     handles: list[Any] = []
 
@@ -81,7 +87,11 @@ def _begin_as_root(root: nn.Module) -> _Hook:
     def begin(*_: object) -> None:
         if not handles:
             return
-        meta = [fqn for fqn, param in root.named_parameters() if isinstance(param, DTensor) and param.is_meta]
+        meta = [
+            fqn
+            for fqn, param in root.named_parameters()
+            if isinstance(param, DTensor) and param.is_meta
+        ]
         if meta:
             raise ShardkitError(
                 f"model has {listing(meta, 6)} on meta. A forward needs values. Call "
@@ -92,7 +102,8 @@ def _begin_as_root(root: nn.Module) -> _Hook:
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():
             initialize(root)  # type: ignore[arg-type]
-            # FSDP2 keeps what it first gathers into, and inference tensors could not be trained with.
+            # FSDP2 keeps what it first gathers into, and inference tensors could not be trained
+            # with.
             for module in root.modules() if inference else ():
                 if isinstance(module, FSDPModule):
                     module.unshard()
@@ -105,7 +116,9 @@ def _begin_as_root(root: nn.Module) -> _Hook:
 
 
 def _register(root: nn.Module, name: str, begin: _Hook, after: _Hook, running: list[bool]) -> None:
-    """Let a method gather, except inside of its module's own forward, and reshard after it without backward."""
+    """Let a method gather, except inside of its module's own forward, and reshard after it without
+    backward.
+    """
     fqn, _, method = name.rpartition(".")
     module = root.get_submodule(fqn)
     original = getattr(module, method)
@@ -130,7 +143,9 @@ def _register(root: nn.Module, name: str, begin: _Hook, after: _Hook, running: l
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples; of no other iterable: a generator can be read once only."""
+    """Yield the tensors in nested dicts, lists and tuples; of no other iterable: a generator can be
+    read once only.
+    """
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (dict, list, tuple)):
@@ -139,21 +154,24 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _refuse_create_graph(gradient: Tensor) -> None:
-    if torch.is_grad_enabled() and not double_backwards:  # enabled in a backward only with create_graph
+    # enabled in a backward only with create_graph
+    if torch.is_grad_enabled() and not double_backwards:
         raise ShardkitError(
-            "backward cannot run with create_graph=True on a sharded model. FSDP2 frees the gathered "
-            "parameters that the graph of this backward needs. Run the forward and both backwards "
-            "inside `with shardkit.double_backward(model):`."
+            "backward cannot run with create_graph=True on a sharded model. FSDP2 frees the "
+            "gathered parameters that the graph of this backward needs. Run the forward and both "
+            "backwards inside `with shardkit.double_backward(model):`."
         )
 
 
 @contextmanager
 def double_backward(model: nn.Module) -> Iterator[None]:
-    """In this context ``torch.autograd.grad(..., create_graph=True)`` works on a sharded model, as for a penalty.
+    """In this context ``torch.autograd.grad(..., create_graph=True)`` works on a sharded model, as
+    for a penalty.
 
-    Units stay gathered from their forward to the end of the context, which needs the memory of all parameters. Put the
-    forwards and both backwards inside. Local: it sets flags of the FSDP modules, and restores them; all ranks must
-    enter it. ``backward(create_graph=True)``, which gives parameters gradients with a graph, is not supported.
+    Units stay gathered from their forward to the end of the context, which needs the memory of all
+    parameters. Put the forwards and both backwards inside. Local: it sets flags of the FSDP
+    modules, and restores them; all ranks must enter it. ``backward(create_graph=True)``, which
+    gives parameters gradients with a graph, is not supported.
 
     Args:
         model: sharded by ``shard_model``, or plain, which is left alone.

@@ -1,8 +1,10 @@
-"""Gradients of units that are sharded on a part of the ranks, such as experts: divided as those of all others.
+"""Gradients of units that are sharded on a part of the ranks, such as experts: divided as those of
+all others.
 
-torch divides a unit's gradients by the ranks that reduce them. An expert's gradient holds the tokens of all ranks of
-its expert-parallel group, so its sum over fewer ranks is that over all, and is divided by too few. torch's own factors
-do not help: they need NCCL, or, where sums are forced, divide twice on a shard axis of one rank (torch 2.13).
+torch divides a unit's gradients by the ranks that reduce them. An expert's gradient holds the
+tokens of all ranks of its expert-parallel group, so its sum over fewer ranks is that over all, and
+is divided by too few. torch's own factors do not help: they need NCCL, or, where sums are forced,
+divide twice on a shard axis of one rank (torch 2.13).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _times: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how often each unit
 def divide_further(module: nn.Module, times: int) -> None:
     """Divide reduced gradients of the unit of ``module`` by ``times`` more than torch does. Local.
 
-    Not where the unit has a divide factor of its own, as after ``set_gradient_reduction(model, "sum")``.
+    Not where the unit has a divide factor of its own, as after
+    ``set_gradient_reduction(model, "sum")``.
     """
     unit = next((unit for unit in fsdp_units(module) if module in unit.modules), None)
     if unit is not None and isinstance(module, FSDPModule):  # it has parameters
@@ -34,7 +37,9 @@ def divide_further(module: nn.Module, times: int) -> None:
 
 
 def reduce_groups(unit: FSDPUnit) -> list[dist.ProcessGroup]:
-    """Return the groups over which a unit reduces gradients: it shards over one, replicates over the other, or both."""
+    """Return the groups over which a unit reduces gradients: it shards over one, replicates over
+    the other, or both.
+    """
     names = ("shard_process_group", "replicate_process_group")
     return [getattr(unit.mesh_info, name) for name in names if hasattr(unit.mesh_info, name)]
 
@@ -54,5 +59,6 @@ def _divide(unit: FSDPUnit, reduced: Tensor) -> None:
     if unit.gradient_divide_factor is None:
         reduced.div_(_times[unit])
         if reduced.device.type != "cpu":
-            # Allocated on torch's reduce-scatter stream, which may reuse it while this one still casts it.
+            # Allocated on torch's reduce-scatter stream, which may reuse it while this one still
+            # casts it.
             reduced.record_stream(torch.accelerator.current_stream(reduced.device))

@@ -1,8 +1,8 @@
 """Parameters whole on every rank, whose gradients are all-reduced at the end of backward.
 
-FSDP2 splits parameters along a dim, so it takes neither scalars nor empty ones; others are small, or
-a rule says so. They are passed to ``fully_shard`` as ignored, and their gradients are reduced here.
-Works on any FSDP2 model.
+FSDP2 splits parameters along a dim, so it takes neither scalars nor empty ones; others are small,
+or a rule says so. They are passed to ``fully_shard`` as ignored, and their gradients are reduced
+here. Works on any FSDP2 model.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ def replicate(model: nn.Module, fqns: Iterable[str], mesh: DeviceMesh) -> None:
         if not each.param.is_meta:
             each.param.data = each.param.data.to(device_of(mesh))
         replicated.append(each)
-    # However forward was entered, torch ends a backward with this call for every unit below the root
-    # that it reached first, once all gradients are computed; not while
+    # However forward was entered, torch ends a backward with this call for every unit below the
+    # root that it reached first, once all gradients are computed; not while
     # ``set_is_last_backward(False)`` holds (torch 2.11 to 2.13).
     units[0].finalize_backward = _Reduction(replicated, mesh, units[0].finalize_backward)
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let a module compute with its replicated parameters cast to ``dtype``, as those of units are. In place."""
+    """Let a module compute with its replicated parameters cast to ``dtype``, as those of units are.
+    In place.
+    """
     forward = module.forward
 
     @functools.wraps(forward)
@@ -68,7 +70,13 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
         owners: Any = [(each._parameters, dict(each._parameters)) for each in module.modules()]
         try:
             for params, own in owners:
-                params.update({n: p.to(dtype) for n, p in own.items() if p is not None and p.is_floating_point()})
+                params.update(
+                    {
+                        n: p.to(dtype)
+                        for n, p in own.items()
+                        if p is not None and p.is_floating_point()
+                    }
+                )
             return forward(*args, **kwargs)
         finally:
             for params, own in owners:
@@ -89,7 +97,9 @@ def replicated_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def unreduced_problem(model: nn.Module) -> str | None:
-    """Name the parameters that train outside of all units, so that no one reduces their gradients. Local, pure."""
+    """Name the parameters that train outside of all units, so that no one reduces their gradients.
+    Local, pure.
+    """
     meshes = {unit.mesh_info.mesh for unit in fsdp_units(model)}
     if all(mesh.size() == 1 for mesh in meshes):
         return None
@@ -107,13 +117,15 @@ def unreduced_problem(model: nn.Module) -> str | None:
     return (
         f"{listing(found, 6)} trains outside of all units, so its gradient is not reduced across "
         "ranks. ignored_params are left to the program: each rank updates its own copy, and the "
-        "copies drift apart. All-reduce their gradients before optimizer.step(), or leave them out of "
-        "ignored_params."
+        "copies drift apart. All-reduce their gradients before optimizer.step(), or leave them "
+        "out of ignored_params."
     )
 
 
 def _groups(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    """The ranks of each group: torch may give a DTensor an equal mesh made earlier, which has groups of its own."""
+    """The ranks of each group: torch may give a DTensor an equal mesh made earlier, which has
+    groups of its own.
+    """
     return [tuple(dist.get_process_group_ranks(group)) for group in mesh.get_all_groups()]
 
 
@@ -143,17 +155,22 @@ class _Replicated:
         return self.unit.reduce_grads and self.unit.all_reduce_grads
 
     def hook(self) -> None:
-        """Set reduced gradients aside in later backwards. The gradient of a new parameter is own."""
+        """Set reduced gradients aside in later backwards. The gradient of a new
+        parameter is own.
+        """
         param = self.param
         if self.hooked is not param:
             self.hooked, self.is_own, self.reduced = param, True, None
             self.version = 0 if param.grad is None else version_of(param.grad)
             param.register_hook(self._before_accumulation)  # type: ignore[no-untyped-call]
-            after: Any = WeakMethod(self._after_accumulation)  # the collector does not see these hooks
+            # the collector does not see these hooks
+            after: Any = WeakMethod(self._after_accumulation)
             param.register_post_accumulate_grad_hook(lambda param: after()(param))  # type: ignore[no-untyped-call]
 
     def is_zeroed(self) -> bool:
-        """Whether ``zero_grad(set_to_none=False)`` was called since a backward added to ``.grad``."""
+        """Whether ``zero_grad(set_to_none=False)`` was called since a backward
+        added to ``.grad``.
+        """
         grad = self.param.grad
         return grad is not None and version_of(grad) != self.version and not grad.any()
 
@@ -206,7 +223,8 @@ class _Reduction:
         replicated_waiting.add(self)
 
     def waiting(self) -> list[nn.Parameter]:
-        """Return the parameters with a gradient that is not reduced yet, and not cleared. Local, pure.
+        """Return the parameters with a gradient that is not reduced yet, and not cleared. Local,
+        pure.
 
         Ranks must agree, so a gradient of zeros waits too, unless something wrote zeros later.
         """

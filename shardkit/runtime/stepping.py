@@ -104,8 +104,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for model in asleep:
         if not held.isdisjoint(map(id, model.parameters())):
             raise ShardkitError(
-                f"{name}.step() was called while its model is asleep. sleep() has moved its memory to "
-                "the CPU. Call wake(model)."
+                f"{name}.step() was called while its model is asleep. sleep() has moved its memory "
+                "to the CPU. Call wake(model)."
             )
     with plain_attributes():
         stepped = _stepped.get(optimizer)
@@ -115,18 +115,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if found.copies:
         raise ShardkitError(
             f"{name} holds {len(found.copies)} gathered copies of parameters: "
-            f"{listing(sorted(found.copies), 6)}. The next all-gather overwrites them, so a step has no "
-            "effect. Build the optimizer right after shard_model, or call model.reshard() before."
+            f"{listing(sorted(found.copies), 6)}. The next all-gather overwrites them, so a step "
+            "has no effect. Build the optimizer right after shard_model, or call model.reshard() "
+            "before."
         )
     if found.hooked or found.written:
         _warn_of_lost(name, found)
     for unit, unused in found.unused.items():
         if stepped.unused.setdefault(unit, unused) != unused:
             warn_once(
-                f"{name}.step() found gradients of other parameters of a unit than in its first step. "
-                "Where ranks use different ones, such as experts, torch adds up gradients of different "
-                "parameters. Call model.set_reduce_scatter_unused_params(True) before training, unless "
-                "all ranks use the same."
+                f"{name}.step() found gradients of other parameters of a unit than in its first "
+                "step. Where ranks use different ones, such as experts, torch adds up gradients "
+                "of different parameters. Call model.set_reduce_scatter_unused_params(True) "
+                "before training, unless all ranks use the same."
             )
     waiting = found.waiting
     for reduction in replicated_waiting:
@@ -136,25 +137,26 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if waiting:
         raise ShardkitError(
             f"{name}.step() was called while {len(waiting)} gradients wait to be reduced: "
-            f"{listing(sorted(waiting), 6)}. Only a backward with gradient sync through the whole unit "
-            "reduces them, not those under no_sync() or accumulate(last=False), nor of one module of a "
-            "unit of several. Run the last micro-batch with accumulate(model, last=True), or drop them "
-            "with shardkit.zero_grad(model)."
+            f"{listing(sorted(waiting), 6)}. Only a backward with gradient sync through the whole "
+            "unit reduces them, not those under no_sync() or accumulate(last=False), nor of one "
+            "module of a unit of several. Run the last micro-batch with accumulate(model, "
+            "last=True), or drop them with shardkit.zero_grad(model)."
         )
 
 
 def _warn_of_lost(name: str, found: StepState) -> None:
     if found.hooked:
         warn_once(
-            f"{name}.step() found hooks of register_hook on {listing(found.hooked, 6)}. FSDP2 sets the "
-            "gradient of a sharded parameter without autograd, so the hook is not called. Use "
+            f"{name}.step() found hooks of register_hook on {listing(found.hooked, 6)}. FSDP2 sets "
+            "the gradient of a sharded parameter without autograd, so the hook is not called. Use "
             "param.register_post_accumulate_grad_hook, where param.grad is reduced."
         )
     if found.written:
         warn_once(
             f"{name}.step() found {listing(found.written, 6)} changed while gathered. FSDP2 frees "
-            "gathered parameters, so a change in forward, or after one without backward, is lost. Make "
-            "it a buffer, or change it after optimizer.step(); evaluate under torch.no_grad()."
+            "gathered parameters, so a change in forward, or after one without backward, is lost. "
+            "Make it a buffer, or change it after optimizer.step(); evaluate under "
+            "torch.no_grad()."
         )
 
 
@@ -166,8 +168,8 @@ def _first_look(optimizer: Optimizer, held: set[int]) -> _Stepped:
     if stale:
         raise ShardkitError(
             f"{name} holds {len(stale)} parameters that sharding has replaced: "
-            f"{listing(sorted(stale))}. They no longer belong to the model, so a step has no effect. "
-            "Build the optimizer after shard_model."
+            f"{listing(sorted(stale))}. They no longer belong to the model, so a step has no "
+            "effect. Build the optimizer after shard_model."
         )
     if optimizer not in _stepped and optimizer not in _vouched:
         sharded = [("", param) for param in params if isinstance(param, DTensor)]
@@ -193,13 +195,15 @@ def _warn_of_added(name: str, held: set[int]) -> None:
         if added:
             warn_once(
                 f"{name} trains {len(added)} parameters that were added after sharding: "
-                f"{listing(added)}. No one reduces their gradients: each rank updates its own copy, and "
-                "the copies drift apart. Add modules before shard_model, or all-reduce the gradients "
-                "before optimizer.step()."
+                f"{listing(added)}. No one reduces their gradients: each rank updates its own "
+                "copy, and the copies drift apart. Add modules before shard_model, or all-reduce "
+                "the gradients before optimizer.step()."
             )
 
 
-def low_precision_problem(named: Iterable[tuple[str, Tensor]], subject: str | None = None) -> str | None:
+def low_precision_problem(
+    named: Iterable[tuple[str, Tensor]], subject: str | None = None
+) -> str | None:
     """Say which parameters train in low precision without float32 masters; None if none does.
 
     ``named`` has parameters by name; ``subject`` is what the message is about, instead of them.
@@ -210,8 +214,8 @@ def low_precision_problem(named: Iterable[tuple[str, Tensor]], subject: str | No
     dtypes = listing(sorted({str(param.dtype).removeprefix("torch.") for _, param in low}))
     return (
         f"{subject or listing(name for name, _ in low)} trains {len(low)} parameters in {dtypes}, "
-        "without float32 masters. Updates smaller than half a unit in the last place of a parameter "
-        "are lost. Load or cast the model in float32 before sharding and compute in low precision "
-        "with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or call "
+        "without float32 masters. Updates smaller than half a unit in the last place of a "
+        "parameter are lost. Load or cast the model in float32 before sharding and compute in low "
+        "precision with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or call "
         "check_optimizer(..., low_precision=True)."
     )

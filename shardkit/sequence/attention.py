@@ -45,7 +45,9 @@ def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Ca
             vars(module)["split_attention"] = attention
             undo.callback(vars(module).pop, "split_attention")
         found: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
-        for config in {id(each): each for each in found if hasattr(each, "_attn_implementation")}.values():
+        for config in {
+            id(each): each for each in found if hasattr(each, "_attn_implementation")
+        }.values():
             name = config._attn_implementation
             # without the configs inside
             undo.callback(setattr, config, "_attn_implementation", {"": name})
@@ -53,7 +55,9 @@ def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Ca
         undo.callback(setattr, inner, "loss_function", inner.loss_function)
         inner.loss_function = functools.partial(_loss, inner.loss_function)
         handles = [
-            model.register_forward_pre_hook(functools.partial(_enter, attention), with_kwargs=True, prepend=True),
+            model.register_forward_pre_hook(
+                functools.partial(_enter, attention), with_kwargs=True, prepend=True
+            ),
             model.register_forward_hook(_leave, with_kwargs=True, always_call=True),
         ]
         if not attention.cuts_inputs:
@@ -97,7 +101,9 @@ def _attend(
     attention: Attention | None = vars(module).get("split_attention")
     if attention is None:
         fix = "Give each model its own config, since split_sequence changes it"
-        raise ShardkitError(message(type(module).__name__, "has the config of a model that is split", "", fix))
+        raise ShardkitError(
+            message(type(module).__name__, "has the config of a model that is split", "", fix)
+        )
     if query.shape[2] != key.shape[2]:
         problem = f"has {query.shape[2]} queries that attend to {key.shape[2]} keys"
         rule = "Queries and keys must be the same tokens, so no cross-attention and no cache"
@@ -131,9 +137,16 @@ def _argument(name: str, given: Any, total: int, heads: Heads, rank: int) -> Any
 def _share_of_heads(module: nn.Module, total: int, heads: Heads, rank: int) -> Iterator[None]:
     """Show the module's attributes and per-head parameters as for this rank's heads."""
     own: dict[str, Any] = module._parameters
-    before = {name: param for name, param in own.items() if param is not None and param.shape == (total,)}
+    before = {
+        name: param for name, param in own.items() if param is not None and param.shape == (total,)
+    }
     groups: Any = getattr(module, "num_key_value_groups", None)
-    own.update({name: param.narrow(0, rank * heads.queries, heads.queries) for name, param in before.items()})
+    own.update(
+        {
+            name: param.narrow(0, rank * heads.queries, heads.queries)
+            for name, param in before.items()
+        }
+    )
     if groups is not None:
         module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
     try:
@@ -155,13 +168,19 @@ def _function(inner: str, module: nn.Module) -> Callable[..., Any]:
         if registry is not None and (eager is not None or inner != "eager"):
             return registry.get_interface(inner, eager)  # type: ignore[no-any-return]
     problem = "has no eager_attention_forward in the file that defines it"
-    raise PlanError(message(type(module).__name__, problem, "", 'Call model.set_attn_implementation("sdpa") first'))
+    raise PlanError(
+        message(
+            type(module).__name__, problem, "", 'Call model.set_attn_implementation("sdpa") first'
+        )
+    )
 
 
 # Masks.
 
 
-def _mask_of_whole(make: Callable[..., Any], *, q_length: int, mask_function: _MaskFunction, **kwargs: Any) -> Any:
+def _mask_of_whole(
+    make: Callable[..., Any], *, q_length: int, mask_function: _MaskFunction, **kwargs: Any
+) -> Any:
     """Return the mask of all tokens where transformers asks ``make`` for that of a part."""
     whole = running()
     if q_length != whole.padded:  # else the model saw all tokens when it made the mask
@@ -203,18 +222,32 @@ def _of_whole(function: _MaskFunction, mask: Tensor | None) -> _MaskFunction:
     """
     maker, held = _maker(function), inspect.getclosurevars(function).nonlocals
     if maker in ("and_masks", "or_masks"):
-        inside = [each for each in held["mask_functions"] if _maker(each) != "packed_sequence_mask_function"]
+        inside = [
+            each
+            for each in held["mask_functions"]
+            if _maker(each) != "packed_sequence_mask_function"
+        ]
         rebuilt = [_of_whole(each, mask) for each in inside]
         combine: Callable[..., _MaskFunction] = getattr(masking_utils, maker)
         return rebuilt[0] if len(rebuilt) == 1 else combine(*rebuilt)
     if maker == "remap_positions_for_packed_sequence":
         return _of_whole(held["mask_function"], mask)
     if maker == "chunked_overlay":
-        padding = torch.zeros_like(held["left_padding"]) if mask is None else (mask.cumsum(-1) == 0).sum(-1)
+        padding = (
+            torch.zeros_like(held["left_padding"])
+            if mask is None
+            else (mask.cumsum(-1) == 0).sum(-1)
+        )
         return masking_utils.chunked_overlay(held["chunk_size"], padding)
     if maker is None or any(isinstance(value, Tensor) for value in held.values()):
-        problem = f"{getattr(function, '__qualname__', function)} masks attention by what a rank knows of its own part"
-        rule = "A mask must follow from positions, attention_mask and position_ids, so that each rank can rebuild it"
+        problem = (
+            f"{getattr(function, '__qualname__', function)} masks attention by what a rank knows "
+            "of its own part"
+        )
+        rule = (
+            "A mask must follow from positions, attention_mask and position_ids, so that each "
+            "rank can rebuild it"
+        )
         raise PlanError(message("mask", problem, rule, ADVICE))
     return function
 
@@ -227,7 +260,9 @@ def _maker(function: _MaskFunction) -> str | None:
 # What a forward gets.
 
 
-def _enter(attention: Attention, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _enter(
+    attention: Attention, model: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Take ``sequence`` out of a part, before FSDP gathers anything."""
     kwargs = dict(kwargs)
     current.set(kwargs.pop("sequence", None))
@@ -247,12 +282,21 @@ def _enter(attention: Attention, model: nn.Module, args: Any, kwargs: dict[str, 
 def _leave(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
     whole = current.get()
     current.set(None)
-    if output is not None and whole is not None and kwargs.get("labels") is not None and not whole.loss_called:
+    if (
+        output is not None
+        and whole is not None
+        and kwargs.get("labels") is not None
+        and not whole.loss_called
+    ):
         rule = "A loss that shifts labels itself shifts those of a part twice"
-        raise ShardkitError(message("labels", f"are shifted by {type(model).__name__} itself", rule, _OWN_LOSS))
+        raise ShardkitError(
+            message("labels", f"are shifted by {type(model).__name__} itself", rule, _OWN_LOSS)
+        )
 
 
-def _add_highest(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _add_highest(
+    rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Show the whole's highest position to rotary embeddings whose frequencies depend on it, behind
     those of a part.
     """
@@ -270,7 +314,9 @@ def _drop_highest(rotary: nn.Module, args: Any, output: Any) -> Any:
     return output if running().highest is None else tree_map(lambda x: x[..., :-1, :], output)
 
 
-def _cut(attention: Attention, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _cut(
+    attention: Attention, decoder: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Cut what the text model of a vision-language model gets, when images are in their places."""
     whole, ranks, rank = running(), attention.group.size(), dist.get_rank(attention.group)
     kwargs = dict(kwargs)

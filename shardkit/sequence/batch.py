@@ -62,7 +62,9 @@ class Whole:
         """Return a copy on another device, as for a tensor; so a loop may move each value of a
         part.
         """
-        moved: dict[str, Any] = {name: x.to(*args, **kwargs) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {
+            name: x.to(*args, **kwargs) for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
         return replace(self, **moved)
 
 
@@ -76,7 +78,11 @@ def running() -> Whole:
     whole = current.get()
     if whole is None:
         rule = "A model whose sequences are split needs its entry 'sequence'"
-        raise ShardkitError(message("batch", "is not from sequence.split", rule, "Call model(**sequence.split(batch))"))
+        raise ShardkitError(
+            message(
+                "batch", "is not from sequence.split", rule, "Call model(**sequence.split(batch))"
+            )
+        )
     return whole
 
 
@@ -167,7 +173,10 @@ class SplitSequence:
 
         For evaluation and scoring: ``sequence.gather(log_probs)[:, :length]``.
         """
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
+        parts = [
+            torch.empty_like(part, memory_format=torch.contiguous_format)
+            for _ in range(self._ranks)
+        ]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
@@ -179,14 +188,26 @@ class SplitSequence:
         problem, mask = "", batch.get("attention_mask")
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         if mask is not None and getattr(mask, "ndim", 0) != 2:
-            problem = f"must have the shape (batch, tokens), got {getattr(mask, 'shape', type(mask).__name__)}"
+            problem = (
+                "must have the shape (batch, tokens), got "
+                f"{getattr(mask, 'shape', type(mask).__name__)}"
+            )
             rule = "Masks of pairs of tokens cannot be rebuilt"
-            problem = message("attention_mask", problem, rule, "Pass position_ids that restart at each document")
-        for name in [name for name, x in tensors.items() if name not in PADDING and x.shape[:2] == shape][:1]:
+            problem = message(
+                "attention_mask", problem, rule, "Pass position_ids that restart at each document"
+            )
+        for name in [
+            name for name, x in tensors.items() if name not in PADDING and x.shape[:2] == shape
+        ][:1]:
             rule = "split cannot tell whether it belongs to tokens, or to labels, which are shifted"
             fix = f'Cut it: part["{name}"] = sequence.cut({name})'
-            problem = message(f"batch[{name!r}]", "has a value for each token, and an unknown name", rule, fix)
-        fix = 'Read data by mesh["dp"].get_local_rank(), as with DistributedSampler(rank=, num_replicas=)'
+            problem = message(
+                f"batch[{name!r}]", "has a value for each token, and an unknown name", rule, fix
+            )
+        fix = (
+            'Read data by mesh["dp"].get_local_rank(), as with DistributedSampler(rank=, '
+            "num_replicas=)"
+        )
         seen = {name: _digest(x) for name, x in tensors.items()}
         poll = Poll(same={**seen, "problem": problem}, fix=fix)
         raise_together(None, [self.group], poll=poll, call="sequence.split:")
@@ -196,7 +217,11 @@ class SplitSequence:
 
 def _digest(x: Tensor) -> str:
     data = x.detach().cpu().contiguous()
-    content = hashlib.sha256((ctypes.c_char * data.nbytes).from_address(data.data_ptr())) if data.nbytes else None
+    content = (
+        hashlib.sha256((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+        if data.nbytes
+        else None
+    )
     return f"{x.dtype} {tuple(x.shape)} {content.hexdigest()[:16] if content else ''}"
 
 

@@ -57,8 +57,15 @@ def deal(queries: int, keys: int, ranks: int) -> Heads:
     """Deal ``queries`` query heads and ``keys`` key and value heads to ``ranks``."""
     if queries % ranks or queries % keys:
         problem = f"has {queries} query heads and {keys} key and value heads, on {ranks} ranks"
-        rule = "Each rank computes the same number of query heads, and each key head serves the same number of them"
-        fix = f"Use a number of ranks that divides {queries}" if queries % ranks else "Repeat the key heads yourself"
+        rule = (
+            "Each rank computes the same number of query heads, and each key head serves the same "
+            "number of them"
+        )
+        fix = (
+            f"Use a number of ranks that divides {queries}"
+            if queries % ranks
+            else "Repeat the key heads yourself"
+        )
         raise PlanError(message("attention", problem, rule, fix))
     copies = ranks // math.gcd(keys, ranks)
     if (queries // keys) % copies:  # the heads of a rank belong to unequal parts of groups
@@ -75,7 +82,9 @@ def to_heads(
     copies = deal(query.shape[heads], key.shape[heads], group.size()).copies
     if copies > 1:
         key, value = key.repeat_interleave(copies, heads), value.repeat_interleave(copies, heads)
-    query, key, value = (exchange(x, group, split=heads, concat=sequence) for x in (query, key, value))
+    query, key, value = (
+        exchange(x, group, split=heads, concat=sequence) for x in (query, key, value)
+    )
     return query, key, value
 
 

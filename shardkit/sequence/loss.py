@@ -46,7 +46,11 @@ def tiled_loss(
     dims = hidden.ndim - 1
     if dims < 1 or labels.shape[:dims] != hidden.shape[:-1]:
         problem = f"have shape {tuple(labels.shape)}, and hidden has {tuple(hidden.shape)}"
-        raise ShardkitError(message("labels", problem, "Each token needs a label", "Shift labels, then cut both alike"))
+        raise ShardkitError(
+            message(
+                "labels", problem, "Each token needs a label", "Shift labels, then cut both alike"
+            )
+        )
     forward, own, made = head.forward, vars(head).get("forward"), list[Tensor]()
 
     def tile(hidden: Tensor, labels: Tensor) -> Tensor:
@@ -60,7 +64,9 @@ def tiled_loss(
             labels.flatten(0, dims - 1).chunk(tiles),
             strict=True,
         )
-        made.append(torch.stack([checkpoint(tile, *part, use_reentrant=False) for part in parts]).sum())
+        made.append(
+            torch.stack([checkpoint(tile, *part, use_reentrant=False) for part in parts]).sum()
+        )
         return made[0]
 
     head.forward = in_tiles

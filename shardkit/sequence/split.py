@@ -21,7 +21,9 @@ from shardkit.sequence.batch import ADVICE, Attention, SplitSequence
 
 # Modules that carry a state from token to token, or combine neighbors: too little at first to show
 # in logits.
-_MIXES = re.compile("Conv[123]d|Mamba|SSM|Recurrent|R[gG]L[rR][uU]|R[wW][kK][vV]|Delta|LinearAttention|Lightning|xLSTM")
+_MIXES = re.compile(
+    "Conv[123]d|Mamba|SSM|Recurrent|R[gG]L[rR][uU]|R[wW][kK][vV]|Delta|LinearAttention|Lightning|xLSTM"
+)
 _TOKENS = 6  # of each rank in the batches that are compared
 _MOST_WRONG = 0.2  # of a rank's tokens, since a router's ties may fall otherwise for a few
 
@@ -59,12 +61,21 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh) -> SplitSequence:
     from shardkit.sequence.attention import attach
 
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        shown = f"the axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
+        shown = (
+            f"the axes {mesh.mesh_dim_names}"
+            if isinstance(mesh, DeviceMesh)
+            else f"a {type(mesh).__name__}"
+        )
         problem = f"must be a DeviceMesh of one axis, got {shown}"
         raise PlanError(message("mesh", problem, "", 'Pass training_mesh(sp=2)["sp"]'))
-    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    inner = next(
+        (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
+    )
     if inner is None:
-        fix = "Wrap its attention function: attend = shardkit.sequence.ulysses(attend, mesh['sp'].get_group())"
+        fix = (
+            "Wrap its attention function: attend = shardkit.sequence.ulysses(attend, "
+            "mesh['sp'].get_group())"
+        )
         problem = f"must be or contain a model of transformers, got a {type(model).__name__}"
         raise PlanError(message("model", problem, "", fix))
     group, own_text = mesh.get_group(), inner.config.get_text_config() is inner.config
@@ -86,7 +97,10 @@ def _of_sharding(model: nn.Module, group: dist.ProcessGroup) -> Iterator[str]:
     missing = [needed - set(mesh.mesh.flatten().tolist()) for mesh in meshes]
     if len(needed) > 1 and (not meshes or any(missing)):
         lacking = f"lacks ranks {sorted(set().union(*missing))}" if meshes else "is not sharded"
-        rule = "FSDP's reduction sums the gradients of the parts, so it must include the ranks that share a sequence"
+        rule = (
+            "FSDP's reduction sums the gradients of the parts, so it must include the ranks that "
+            "share a sequence"
+        )
         fix = "Call shard_model(model) over all ranks before split_sequence"
         yield message("model", f"{'has a mesh that ' * bool(meshes)}{lacking}", rule, fix)
     if any(param.is_meta for param in params):
@@ -115,7 +129,9 @@ def _of_kind(inner: Any, takes_positions: bool, decoder: nn.Module) -> Iterator[
 # logits.
 
 
-def _check(model: nn.Module, config: Any, sequence: SplitSequence, split: Callable[[], Callable[[], None]]) -> None:
+def _check(
+    model: nn.Module, config: Any, sequence: SplitSequence, split: Callable[[], Callable[[], None]]
+) -> None:
     """Split a model by ``split``, and undo that and raise if its logits change. Collective, unless
     values are fake.
     """
@@ -135,7 +151,8 @@ def _check(model: nn.Module, config: Any, sequence: SplitSequence, split: Callab
         if wrong > _MOST_WRONG:
             problem = f"has other logits for {wrong:.0%} of the tokens when a sequence is split"
             rule = (
-                "Only attention by transformers' AttentionInterface may combine tokens, at positions counted from 0: "
+                "Only attention by transformers' AttentionInterface may combine tokens, at "
+                "positions counted from 0: "
             )
             rule += "no state (Mamba, linear attention), convolution, or attention inside a forward"
             raise PlanError(message(type(model).__name__, problem, rule, ADVICE))
@@ -153,9 +170,20 @@ def _batches(config: Any, ranks: int) -> list[dict[str, Tensor]]:
         config,
         *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None)),
     ]
-    special = {x for each in configs for name, x in vars(each).items() if "token" in name and isinstance(x, int)}
-    usable = [token for token in range(min(config.get_text_config().vocab_size, 997)) if token not in special]
-    ids = torch.tensor([usable[index * 7919 % len(usable)] for index in range(2 * length)], device=device)
+    special = {
+        x
+        for each in configs
+        for name, x in vars(each).items()
+        if "token" in name and isinstance(x, int)
+    }
+    usable = [
+        token
+        for token in range(min(config.get_text_config().vocab_size, 997))
+        if token not in special
+    ]
+    ids = torch.tensor(
+        [usable[index * 7919 % len(usable)] for index in range(2 * length)], device=device
+    )
     ids = ids.view(2, length)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
@@ -181,13 +209,17 @@ def _logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         if isinstance(error, PlanError):
             raise
         problem = f"does not run on {', '.join(batch)}: {type(error).__name__}: {error}"
-        raise PlanError(message("model", problem, "Splitting runs the model on a few tokens", ADVICE)) from error
+        raise PlanError(
+            message("model", problem, "Splitting runs the model on a few tokens", ADVICE)
+        ) from error
     finally:
         for module in training:
             module.training = True
 
 
-def _wrong_anywhere(model: nn.Module, sequence: SplitSequence, batch: dict[str, Tensor], expected: Tensor) -> float:
+def _wrong_anywhere(
+    model: nn.Module, sequence: SplitSequence, batch: dict[str, Tensor], expected: Tensor
+) -> float:
     """Return the largest part of a rank's tokens whose logits are not ``expected``. Collective over
     all ranks.
     """

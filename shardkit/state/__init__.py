@@ -9,5 +9,9 @@ from shardkit.state.model import full_state_dict as full_state_dict
 from shardkit.state.model import sharded_state_dict as sharded_state_dict
 from shardkit.state.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
 from shardkit.state.optimizer import sharded_optimizer_state_dict as sharded_optimizer_state_dict
-from shardkit.state.optimizer_load import load_full_optimizer_state_dict as load_full_optimizer_state_dict
-from shardkit.state.optimizer_load import load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict
+from shardkit.state.optimizer_load import (
+    load_full_optimizer_state_dict as load_full_optimizer_state_dict,
+)
+from shardkit.state.optimizer_load import (
+    load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
+)

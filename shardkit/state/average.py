@@ -19,20 +19,26 @@ from shardkit.state.model import model_state, refuse_meta
 Decay = float | Callable[[int], float] | None
 
 
-def sharded_average(model: nn.Module, decay: Decay = 0.999, *, use_buffers: bool = False) -> ShardedAverage:
-    """Return a running average of the model's weights, sharded like the model. Local: no collective, now or later.
+def sharded_average(
+    model: nn.Module, decay: Decay = 0.999, *, use_buffers: bool = False
+) -> ShardedAverage:
+    """Return a running average of the model's weights, sharded like the model. Local: no
+    collective, now or later.
 
-    It is ``torch.optim.swa_utils.AveragedModel``, which cannot copy FSDP2 models, for shards, with the same names
-    (``n_averaged``, ``module.<FQN>``), so each can load the other's full state. ``update_parameters(model)`` after
-    ``optimizer.step()`` adds the present weights; the first call copies them. ``with average.swapped(model):``
-    evaluates or exports the average. ``save_checkpoint(path, average)`` saves it, for ``load_checkpoint`` in any world.
+    It is ``torch.optim.swa_utils.AveragedModel``, which cannot copy FSDP2 models, for shards, with
+    the same names (``n_averaged``, ``module.<FQN>``), so each can load the other's full state.
+    ``update_parameters(model)`` after ``optimizer.step()`` adds the present weights; the first call
+    copies them. ``with average.swapped(model):`` evaluates or exports the average.
+    ``save_checkpoint(path, average)`` saves it, for ``load_checkpoint`` in any world.
 
     Args:
-        model: sharded or plain, not on meta. Its names, shapes and placements must stay, and which parameters train.
-        decay: the share of the average that an update keeps, from 0 to 1; or a function that returns it for the number
-            of updates so far (1 or more), such as a warm-up; or None for the equal average of all updates (SWA).
-        use_buffers: average floating-point buffers too; else they are copied in each update. Non-persistent ones stay
-            the model's, as frozen parameters do.
+        model: sharded or plain, not on meta. Its names, shapes and placements must stay, and which
+            parameters train.
+        decay: the share of the average that an update keeps, from 0 to 1; or a function that
+            returns it for the number of updates so far (1 or more), such as a warm-up; or None for
+            the equal average of all updates (SWA).
+        use_buffers: average floating-point buffers too; else they are copied in each update.
+            Non-persistent ones stay the model's, as frozen parameters do.
     """
     return ShardedAverage(model, decay, use_buffers)
 
@@ -47,7 +53,8 @@ class ShardedAverage(nn.Module):
         tensors = model_state(model).tensors
         refuse_meta(tensors.items())
         if isinstance(decay, float):
-            get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # raises unless it is between 0 and 1
+            # raises unless it is between 0 and 1
+            get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.decay, self.use_buffers, self.is_swapped = decay, use_buffers, False
         self.module = nn.Module()
         self.register_buffer("n_averaged", torch.zeros((), dtype=torch.long, device="cpu"))
@@ -73,26 +80,32 @@ class ShardedAverage(nn.Module):
         """Add the model's present weights to the average. In place, local.
 
         Raises:
-            ShardkitError: inside of ``swapped``, or the model's tensors differ from those that were averaged.
+            ShardkitError: inside of ``swapped``, or the model's tensors differ from those that were
+                averaged.
         """
         pairs, count = self._pairs(model, "update_parameters"), int(self.n_averaged)
         decay = self.decay(max(count, 1)) if callable(self.decay) else self.decay
         function: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         averaged = []
         for mine, theirs in pairs:
-            has_average = isinstance(mine, nn.Parameter) or (self.use_buffers and mine.is_floating_point())
+            has_average = isinstance(mine, nn.Parameter) or (
+                self.use_buffers and mine.is_floating_point()
+            )
             if count and has_average:
                 averaged.append((mine, theirs))
             else:
                 local_value(mine).copy_(local_value(theirs))
-        of_kind = zip(*(by_device_and_dtype(side) for side in zip(*averaged, strict=True)), strict=True)
+        of_kind = zip(
+            *(by_device_and_dtype(side) for side in zip(*averaged, strict=True)), strict=True
+        )
         for ours, models in of_kind:
             function(ours, models, self.n_averaged.to(ours[0].device))
         self.n_averaged += 1
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[nn.Module]:
-        """In this context the model has the averaged values, and the average the model's. In place, local.
+        """In this context the model has the averaged values, and the average the model's. In place,
+        local.
 
         Units are resharded when it begins and ends. Takes memory for a copy of the largest shard.
         """
@@ -105,10 +118,14 @@ class ShardedAverage(nn.Module):
             _exchange(self._pairs(model, "swapped"))
 
     def _pairs(self, model: nn.Module, call: str) -> list[tuple[Tensor, Tensor]]:
-        """Return each tensor with the model's, once, parameters first, without those that are the model's own."""
+        """Return each tensor with the model's, once, parameters first, without those that are the
+        model's own.
+        """
         if self.is_swapped:
             rule = "Inside, the model has the averaged values, and the average the model's"
-            raise ShardkitError(message(call, "was called inside of swapped()", rule, "Call it after the context"))
+            raise ShardkitError(
+                message(call, "was called inside of swapped()", rule, "Call it after the context")
+            )
         own, theirs = model_state(self.module).tensors, model_state(model).tensors
         differing, thawed = [], []
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
@@ -122,20 +139,25 @@ class ShardedAverage(nn.Module):
                 thawed.append(name)
         if differing:
             raise ShardkitError(
-                f"{listing(sorted(differing))} differs from the average. Names, shapes, dtypes, devices and "
-                "placements must be those of the model that it was made from. Make it from this model, after "
-                "sharding and moving it."
+                f"{listing(sorted(differing))} differs from the average. Names, shapes, dtypes, "
+                "devices and placements must be those of the model that it was made from. Make it "
+                "from this model, after sharding and moving it."
             )
         if thawed:
             raise ShardkitError(
-                f"{listing(thawed)} trains now, and was frozen when the average was made, which has no copy of it. "
-                "Make a new average after requires_grad_(True)."
+                f"{listing(thawed)} trains now, and was frozen when the average was made, which "
+                "has no copy of it. Make a new average after requires_grad_(True)."
             )
         return sorted(pairs.values(), key=lambda pair: not isinstance(pair[0], nn.Parameter))
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.placements if isinstance(tensor, DTensor) else None
+    return (
+        tensor.shape,
+        tensor.dtype,
+        tensor.device,
+        tensor.placements if isinstance(tensor, DTensor) else None,
+    )
 
 
 @torch.no_grad()

@@ -75,12 +75,18 @@ class CommCounts(Collectives):
     def __eq__(self, other: object) -> bool:
         """Compare the numbers, also with a plain ``Collectives``."""
         names = [each.name for each in fields(Collectives)]
-        return isinstance(other, Collectives) and all(getattr(self, name) == getattr(other, name) for name in names)
+        return isinstance(other, Collectives) and all(
+            getattr(self, name) == getattr(other, name) for name in names
+        )
 
     def add(self, operator: str) -> None:
         """Count one call of a collective operator, by its name without namespace and overload."""
         kind = next(
-            (kind for prefix, kind in KINDS.items() if operator.replace("_", "").startswith(prefix)),
+            (
+                kind
+                for prefix, kind in KINDS.items()
+                if operator.replace("_", "").startswith(prefix)
+            ),
             None,
         )
         if kind is not None:
@@ -128,7 +134,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGroup | None = None) -> None:
+def assert_same_on_all_ranks(
+    value: torch.Tensor | bytes, group: dist.ProcessGroup | None = None
+) -> None:
     """Fail on every rank unless all ranks of the group hold the same value, bit for bit.
     Collective.
 
@@ -156,11 +164,15 @@ def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGro
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (kind, bits), group)
     different = []
-    for rank, (other, others) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), found, strict=True):
+    for rank, (other, others) in zip(
+        dist.get_process_group_ranks(group or dist.group.WORLD), found, strict=True
+    ):
         if other != found[0][0]:
             different.append(f"rank {rank} has a {other}")
         elif not torch.equal(others, found[0][1]):
             different.append(f"rank {rank} has {(others != found[0][1]).sum()} other bytes")
     if different:
         rule = f"All ranks must hold what the first holds, a {found[0][0]}"
-        raise AssertionError(message("assert_same_on_all_ranks", f"found that {listing(different)}", rule, ""))
+        raise AssertionError(
+            message("assert_same_on_all_ranks", f"found that {listing(different)}", rule, "")
+        )

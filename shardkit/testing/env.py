@@ -56,7 +56,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     ``ArgumentParser.add_subparsers``.
     """
     text = "print what a bug report needs: versions, devices, environment"
-    parser: argparse.ArgumentParser = commands.add_parser("env", help=text, description=f"{text.capitalize()}.")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "env", help=text, description=f"{text.capitalize()}."
+    )
     return parser
 
 
@@ -65,11 +67,16 @@ def run(options: argparse.Namespace) -> int:
     shardkit, tested = sys.modules["shardkit"], MINIMUM_TORCH <= torch_version() <= NEWEST_TESTED
     low, high = (".".join(map(str, each)) for each in (MINIMUM_TORCH, NEWEST_TESTED))
     print(f"shardkit {shardkit.__version__}, from {shardkit.__path__[0]}")
-    print(f"torch {torch.__version__}, {'' if tested else 'not '}tested (shardkit is tested with {low} to {high})")
+    print(
+        f"torch {torch.__version__}, {'' if tested else 'not '}tested (shardkit is tested with "
+        f"{low} to {high})"
+    )
     print(
         *sorted(f"{each.name} {each.version}" for each in distributions() if each.name in PACKAGES),
         sep=", ",
     )
-    print(*(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(VARIABLES)))
+    print(
+        *(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(VARIABLES))
+    )
     print(get_pretty_env_info())  # type: ignore[no-untyped-call]
     return 0

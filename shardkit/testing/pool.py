@@ -52,12 +52,13 @@ START_LIMIT = 120.0  # seconds to start, and to import what a call needs, which 
 # seconds for the other ranks to report after one has failed, and for a stuck one to write its stack
 GRACE = 1.0
 STACK_PAUSE = 0.05  # seconds without growth after which a stack file is complete
+# preloading them saves each rank 1 to 3 s
 _OFTEN = {
     "numpy",
     "pytest",
     "hypothesis",
     "transformers",
-}  # preloading them saves each rank 1 to 3 s
+}
 LAST_LINES = 10  # of the output of a rank that died, in its report
 # Subgroups (a 2-D mesh makes three for each rank) live until the rank ends, because torch caches
 # meshes that refer to them. Each costs threads and file descriptors, so ranks that hold many are
@@ -83,7 +84,9 @@ class RankFailure(ShardkitError):
             ranks = [str(rank) for rank, failure in failures.items() if failure == each]
             titles.append(f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} {each.title}")
             sections += [f"--- {titles[-1]} ---\n{each.detail.strip()}"] if each.detail else []
-        super().__init__("\n\n".join([f"{name}: {'; '.join(titles)} (of {world_size} ranks).", *sections]))
+        super().__init__(
+            "\n\n".join([f"{name}: {'; '.join(titles)} (of {world_size} ranks).", *sections])
+        )
 
     @property
     def skip(self) -> str | None:
@@ -156,7 +159,9 @@ class RankPool:
             for rank in self._ranks:
                 for line in rank.new_lines(printed=True):
                     print(f"[rank {rank.seat.rank}] {line}")
-            if failures := {rank: end for rank, end in enumerate(outcomes) if isinstance(end, Failure)}:
+            if failures := {
+                rank: end for rank, end in enumerate(outcomes) if isinstance(end, Failure)
+            }:
                 raise RankFailure(call.name, self.world_size, failures)
             returned = [end for end in outcomes if isinstance(end, Returned)]
             values = [pickle.loads(each.value) for each in returned]
@@ -216,13 +221,17 @@ class _Rank:
         seat.output.touch()
         seat.stack.touch()
         # CUDA does not survive a fork either, and an import may have initialized it.
-        context: Any = multiprocessing.get_context("spawn" if seat.backend == "nccl" else START_METHOD)
+        context: Any = multiprocessing.get_context(
+            "spawn" if seat.backend == "nccl" else START_METHOD
+        )
         # before its server starts; later it has no effect
         if context.get_start_method() == "forkserver":
             loaded = [n for n in sys.modules if n in _OFTEN or n.startswith("transformers.")]
             context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *loaded])
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=worker.serve, args=(seat, theirs), name=f"shardkit-rank-{seat.rank}")
+        self.process = context.Process(
+            target=worker.serve, args=(seat, theirs), name=f"shardkit-rank-{seat.rank}"
+        )
         self.process.start()
         theirs.close()  # so that its death closes the pipe
 
@@ -234,8 +243,14 @@ class _Rank:
         except (EOFError, OSError):
             self.process.join(GRACE)
         code = self.process.exitcode  # None if unknown; below 0, the negated signal number
-        how = f"exited with code {code}" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return Failure("died", how, "\n".join([worker.call_stack(self.seat), *self.new_lines()[-LAST_LINES:]]))
+        how = (
+            f"exited with code {code}"
+            if code is None or code >= 0
+            else f"was killed by {signal.Signals(-code).name}"
+        )
+        return Failure(
+            "died", how, "\n".join([worker.call_stack(self.seat), *self.new_lines()[-LAST_LINES:]])
+        )
 
     def stack(self) -> str:
         """Return its present Python stack, most recent call last; empty if it writes none."""
@@ -264,7 +279,9 @@ def _outcomes(ranks: list[_Rank], timeout: float) -> list[Returned | Failure]:
     )
     failed = False
     while waiting := [rank for rank in ranks if rank not in outcomes]:
-        handles = {handle: rank for rank in waiting for handle in (rank.connection, rank.process.sentinel)}
+        handles = {
+            handle: rank for rank in waiting for handle in (rank.connection, rank.process.sentinel)
+        }
         ready: list[Any] = wait(list(handles), max(0.0, deadline - time.monotonic()))
         for rank in dict.fromkeys(handles[handle] for handle in ready):
             news = rank.receive()
@@ -297,7 +314,9 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         "@pytest_ar" in vars(loaded),
     )
     arguments = pickle.dumps((args, kwargs))
-    return Call(loaded.__name__, file, name, rewritten, arguments, sys.path, os.getcwd(), dict(os.environ))
+    return Call(
+        loaded.__name__, file, name, rewritten, arguments, sys.path, os.getcwd(), dict(os.environ)
+    )
 
 
 def _not_found(function: object) -> ShardkitError:
@@ -365,5 +384,7 @@ def _session_pool(world_size: int, backend: str | None) -> RankPool:
     gpus = torch.cuda.device_count()
     backend = backend or ("nccl" if gpus >= world_size else "gloo")
     if backend == "nccl" and gpus < world_size:
-        raise unittest.SkipTest(f"NCCL with {world_size} ranks needs {world_size} GPUs, and there are {gpus}")
+        raise unittest.SkipTest(
+            f"NCCL with {world_size} ranks needs {world_size} GPUs, and there are {gpus}"
+        )
     return RankPool(world_size, backend=backend)

@@ -160,7 +160,9 @@ def _join_group(seat: Seat) -> None:
     )
 
 
-def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessGroup | None) -> Returned | Failure:
+def _answer(
+    call: Call, seat: Seat, connection: Connection, group: dist.ProcessGroup | None
+) -> Returned | Failure:
     try:
         _follow(call, seat)
         function = _find(call)
@@ -194,7 +196,9 @@ def _follow(call: Call, seat: Seat) -> None:
     # never emptied: threads of libraries may read it meanwhile
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
-    os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
+    os.environ.update(
+        {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    )
 
 
 def _raised(error: BaseException) -> Failure:
@@ -228,7 +232,9 @@ def attribute(module: ModuleType, name: str) -> Any:
 def _find(call: Call) -> Callable[..., Any]:
     """Import the module of a call and return its function."""
     module = sys.modules.get(call.module)
-    if module is None or (call.module != "__main__" and getattr(module, "__file__", None) != call.file):
+    if module is None or (
+        call.module != "__main__" and getattr(module, "__file__", None) != call.file
+    ):
         module = _imported(call)
     found = bodies.get(key_of(call.module, call.name)) or attribute(module, call.name)
     if found is None:
@@ -236,7 +242,9 @@ def _find(call: Call) -> Callable[..., Any]:
             "Ranks import the module and look the function up by name",
             "Define it where importing defines it",
         )
-        raise ShardkitError(message(f"{call.module}.{call.name}", f"is not found in {call.file}", rule, fix))
+        raise ShardkitError(
+            message(f"{call.module}.{call.name}", f"is not found in {call.file}", rule, fix)
+        )
     return found
 
 
@@ -256,7 +264,9 @@ def _imported(call: Call) -> ModuleType:
     if module is None or getattr(module, "__file__", None) != call.file:
         # The file is not on ``sys.path``, or another one of its name comes first. pytest can import
         # such a file too.
-        spec: Any = importlib.util.spec_from_file_location(call.module, call.file or "", loader=hook)
+        spec: Any = importlib.util.spec_from_file_location(
+            call.module, call.file or "", loader=hook
+        )
         module = sys.modules[call.module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module
@@ -276,4 +286,8 @@ def call_stack(seat: Seat) -> str:
     dump = seat.stack.read_text()
     frames = [line for line in dump.splitlines() if line.startswith("  File")]
     ours = [number for number, frame in enumerate(frames) if __file__ in frame]
-    return "\n".join(["Stack (most recent call last):", *reversed(frames[: ours[0]])]) if ours else dump
+    return (
+        "\n".join(["Stack (most recent call last):", *reversed(frames[: ours[0]])])
+        if ours
+        else dump
+    )

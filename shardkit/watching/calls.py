@@ -35,7 +35,10 @@ def tail(count: int, calls: Sequence[Call]) -> dict[str, Any]:
 
 def calls_of(record: Record) -> dict[int, Call]:
     """Return the published calls by their numbers, from 1."""
-    return {record["first"] + place: record["texts"][index] for place, index in enumerate(record["calls"])}
+    return {
+        record["first"] + place: record["texts"][index]
+        for place, index in enumerate(record["calls"])
+    }
 
 
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -59,7 +62,9 @@ def line_of(where: FrameType | TracebackType | None) -> str:
     """
     lines: list[tuple[str, int]] = []
     while where is not None:
-        frame, number = (where.tb_frame, where.tb_lineno) if isinstance(where, TracebackType) else (where, 0)
+        frame, number = (
+            (where.tb_frame, where.tb_lineno) if isinstance(where, TracebackType) else (where, 0)
+        )
         if _is_users(frame.f_code.co_filename):
             lines.append((frame.f_code.co_filename, number or frame.f_lineno))
         where = where.tb_next if isinstance(where, TracebackType) else where.f_back
@@ -122,7 +127,11 @@ def compose(seen: Mapping[int, Seen], difference: Difference | None) -> str:
     """
     calls = difference.calls if difference else {}
     idle = max(each.idle for each in seen.values())
-    problems = [f"{named(ranks)} {gone}" for gone, ranks in _grouped(seen, lambda rank: seen[rank].gone) if gone]
+    problems = [
+        f"{named(ranks)} {gone}"
+        for gone, ranks in _grouped(seen, lambda rank: seen[rank].gone)
+        if gone
+    ]
     if difference is not None and difference.is_certain:
         made = _grouped(calls, lambda rank: (calls[rank] or [""])[0])
         each = ", ".join(f"{call} on {named(ranks)}" for call, ranks in made if call)
@@ -131,10 +140,14 @@ def compose(seen: Mapping[int, Seen], difference: Difference | None) -> str:
         late = [rank for rank, call in calls.items() if call is None]
         problems.append(f"{named(late)} did not make call {difference.number} within {idle:.0f} s")
     elif not problems:
-        problems.append(f"no rank has made a call for {idle:.0f} s; until then all made the same calls")
+        problems.append(
+            f"no rank has made a call for {idle:.0f} s; until then all made the same calls"
+        )
     rule = "Every rank must make the same calls in the same order, with the same arguments"
     fix = "Compare the code lines of the ranks below; docs/troubleshooting.md lists usual causes"
-    rows = _grouped(seen, lambda rank: _row(seen[rank], calls.get(rank), difference.number if difference else 0))
+    rows = _grouped(
+        seen, lambda rank: _row(seen[rank], calls.get(rank), difference.number if difference else 0)
+    )
     return "\n".join(
         [
             message("watch:", "; ".join(problems), rule, fix),
@@ -150,7 +163,11 @@ def _row(seen: Seen, call: Call | None, number: int) -> str:
     last, made = max(calls_of(seen.record).items(), default=(0, ("none", "")))
     parts = [*call] if call else [f"last {'known ' * bool(seen.gone)}call: {made[0]}"]
     parts += [f"now at {made[0]}"] if call and last != number else []
-    return "; ".join(dict.fromkeys(filter(None, [seen.gone, *parts, seen.record.get("error"), seen.record["line"]])))
+    return "; ".join(
+        dict.fromkeys(
+            filter(None, [seen.gone, *parts, seen.record.get("error"), seen.record["line"]])
+        )
+    )
 
 
 def _grouped(ranks: Iterable[int], key: Callable[[int], str]) -> list[tuple[str, list[int]]]:

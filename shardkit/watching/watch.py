@@ -43,7 +43,8 @@ logger = logging.getLogger("shardkit")
 
 TAIL = 1024  # calls that a rank publishes, the last ones
 _STORE = "the store of the process group"
-_entered = Counter[int]()  # watches of this process so far, by team: by these numbers ranks find each other's
+# watches of this process so far, by team: by these numbers ranks find each other's
+_entered = Counter[int]()
 _running: list[_Watch] = []
 
 
@@ -107,7 +108,9 @@ def _start(models: Sequence[nn.Module], after: float, end: bool) -> _Watch | Non
     for model in models:
         check_module(model)
     if not after > 0:
-        raise ShardkitError(message("after", f"must be a positive number, got {after!r}", "", "Pass after=30"))
+        raise ShardkitError(
+            message("after", f"must be a positive number, got {after!r}", "", "Pass after=30")
+        )
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     params = [param for model in models for _, param in named_sharded_parameters(model)]
@@ -119,12 +122,15 @@ def _start(models: Sequence[nn.Module], after: float, end: bool) -> _Watch | Non
 
 def _is_of_communication(error: BaseException | None) -> bool:
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
+        isinstance(error, RuntimeError)
+        and any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
     )
 
 
 class _Watch:
-    def __init__(self, models: Sequence[nn.Module], ranks: list[int], after: float, end: bool, asks: bool) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], ranks: list[int], after: float, end: bool, asks: bool
+    ) -> None:
         self.ranks, self.report = ranks, ""
         self._rank, self._after, self._ends, self._asks = dist.get_rank(), after, end, asks
         # in each the first rank reads all records
@@ -135,7 +141,9 @@ class _Watch:
         self._user_thread, self._lock = threading.get_ident(), threading.Lock()
         self.count, self._moved, self._calls = 0, time.monotonic(), deque[Call](maxlen=TAIL)
         self._state: dict[str, Any] = {}  # "line", "error", "failed": what is known of the end
-        self._known: dict[int, tuple[Record, float]] = dict.fromkeys(ranks, (NOTHING, time.monotonic()))
+        self._known: dict[int, tuple[Record, float]] = dict.fromkeys(
+            ranks, (NOTHING, time.monotonic())
+        )
         # since there is something to report; what was reported last
         self._polls, self._reported = (
             0,
@@ -150,7 +158,9 @@ class _Watch:
         for number, model in enumerate(models):
             names = {module: name or "(root)" for name, module in model.named_modules()}
             for unit in fsdp_units(model):
-                name = (f"model {number}: " if number else "") + ", ".join(names[module] for module in unit.modules)
+                name = (f"model {number}: " if number else "") + ", ".join(
+                    names[module] for module in unit.modules
+                )
                 self._undo.append(observe_collectives(unit, partial(self._note_unit, name)))
         listeners.append(self._note_own)
         _running.append(self)
@@ -207,7 +217,9 @@ class _Watch:
             self._gone.wait(5 * self._period + 2.0)
         elif error is None or not self.report:
             self._state["error"] = "" if error is None else f"{type(error).__name__}: {error}"[:200]
-            self._add("the end of the watch" if error is None else f"raised {type(error).__name__}", "")
+            self._add(
+                "the end of the watch" if error is None else f"raised {type(error).__name__}", ""
+            )
         self._left.set()
         self._gone.wait(2.0)
 
@@ -224,7 +236,9 @@ class _Watch:
             )
             # A host that is lost closes no connection, and the store of its process would be waited
             # for.
-            stuck = threading.Timer(max(self._after, 5.0), self._exit, [f"watch: {_STORE} does not answer"])
+            stuck = threading.Timer(
+                max(self._after, 5.0), self._exit, [f"watch: {_STORE} does not answer"]
+            )
             stuck.daemon = True
             stuck.start()
             try:
@@ -293,7 +307,10 @@ class _Watch:
         """Compare the calls of all ranks if one is lost, waits for long, or made other calls than
         this one.
         """
-        flagged = any(each.gone or each.record.get("failed") or each.record.get("differs") for each in seen.values())
+        flagged = any(
+            each.gone or each.record.get("failed") or each.record.get("differs")
+            for each in seen.values()
+        )
         if not flagged and max(each.idle for each in seen.values()) < self._after:
             self._polls = 0
             # all go on: what was reported must not be taken for the cause of a later error
@@ -311,10 +328,14 @@ class _Watch:
         records = {rank: each.record for rank, each in seen.items()}
         found = first_difference(records)
         if found is None or not found.is_certain:  # what a lost rank called last is not known
-            found = first_difference({r: each for r, each in records.items() if not seen[r].gone} or records)
+            found = first_difference(
+                {r: each for r, each in records.items() if not seen[r].gone} or records
+            )
         certain = found.calls if found is not None and found.is_certain else {}
         settled = bool(certain) and all(call or seen[rank].gone for rank, call in certain.items())
-        lost = any(each.gone for each in seen.values()) and any(each.get("failed") for each in records.values())
+        lost = any(each.gone for each in seen.values()) and any(
+            each.get("failed") for each in records.values()
+        )
         stalled = max(each.idle for each in seen.values()) >= self._after
         made = stalled and [each["first"] + len(each["calls"]) for each in records.values()]
         state = repr((settled, lost, made)) if settled or lost or stalled else ""

@@ -1,4 +1,6 @@
-"""Ranks that would do different things, start from different values, or fail: one error on every rank, unchanged."""
+"""Ranks that would do different things, start from different values, or fail: one error on every
+rank, unchanged.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,10 @@ def whole() -> nn.Module:
 
 def test_a_tensor_that_cannot_be_split_is_named() -> None:
     model = whole()
-    with fake_world(2), pytest.raises(PlanError, match=r"^layers.1.up.weight could not .*Whole.* build it again"):
+    with (
+        fake_world(2),
+        pytest.raises(PlanError, match=r"^layers.1.up.weight could not .*Whole.* build it again"),
+    ):
         shard_model(model)
     with fake_world(2):
         shard_model(whole(), ignored_params=["layers.1.up.weight", "layers.2.up.weight"])
@@ -124,8 +129,15 @@ def test_a_tensor_that_cannot_be_split_is_named() -> None:
 
 @distributed(world_size=2)
 def test_a_failure_of_one_rank_is_one_of_all() -> None:
-    fails = {"side_effect": RuntimeError("out of memory")} if dist.get_rank() == 1 else {"wraps": apply.fully_shard}
-    with mock.patch.object(apply, "fully_shard", **fails), pytest.raises(PlanError, match="out of memory"):
+    fails = (
+        {"side_effect": RuntimeError("out of memory")}
+        if dist.get_rank() == 1
+        else {"wraps": apply.fully_shard}
+    )
+    with (
+        mock.patch.object(apply, "fully_shard", **fails),
+        pytest.raises(PlanError, match="out of memory"),
+    ):
         shard_model(Decoder(), units=Block)
     shard_model(Decoder(), units=Block)
 
@@ -134,7 +146,9 @@ def test_a_failure_of_one_rank_is_one_of_all() -> None:
 
 
 class Odd(nn.Module):
-    """Every kind of tensor that a sample is taken of; three tensors of it do not differ between seeds."""
+    """Every kind of tensor that a sample is taken of; three tensors of it do not differ between
+    seeds.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,9 +174,15 @@ def test_different_seeds_are_named_or_the_first_ranks_values_taken() -> None:
     model, reference = seeded(Odd, rank), seeded(Odd, 0)
     before = snapshot(model)
     plan = plan_model(model)
-    for call in (lambda: shard_model(model), lambda: apply_plan(model, plan), lambda: shard_like_fsdp1(model)):
+    for call in (
+        lambda: shard_model(model),
+        lambda: apply_plan(model, plan),
+        lambda: shard_like_fsdp1(model),
+    ):
         text = raised_by(call)
-        assert text.startswith("weight has different values on rank 1 than on rank 0; 6 of 9 parameters and buffe")
+        assert text.startswith(
+            "weight has different values on rank 1 than on rank 0; 6 of 9 parameters and buffe"
+        )
         assert "torch.manual_seed(0)" in text
         assert "sync_module_states=True" in text
         assert snapshot(model) == before
@@ -188,7 +208,9 @@ def test_what_may_differ_and_what_may_not() -> None:
         more.register_buffer("more", torch.ones(2))
     text = raised_by(lambda: shard_model(more))
     assert "differs from rank 0 in buffer more ((2,) of torch.float32 instead of null)" in text
-    assert "in sync_module_states (" in raised_by(lambda: shard_model(seeded(Odd, 0), sync_module_states=rank == 1))
+    assert "in sync_module_states (" in raised_by(
+        lambda: shard_model(seeded(Odd, 0), sync_module_states=rank == 1)
+    )
 
     with mock.patch("torch.__version__", "2.14.0" if rank else "2.13.0"):
         text = raised_by(lambda: shard_model(seeded(Odd, 0)))
@@ -196,7 +218,9 @@ def test_what_may_differ_and_what_may_not() -> None:
 
     sparse = seeded(Odd, 0)
     sparse.register_buffer("graph", torch.eye(3).to_sparse())
-    assert "cannot broadcast graph" in raised_by(lambda: shard_model(sparse, sync_module_states=True))
+    assert "cannot broadcast graph" in raised_by(
+        lambda: shard_model(sparse, sync_module_states=True)
+    )
     shard_model(sparse)
 
 
@@ -209,7 +233,10 @@ def test_meta_on_some_ranks_is_left_alone_and_cannot_be_broadcast_to() -> None:
             return seeded(Decoder, 1)
 
     text = raised_by(lambda: shard_model(build(), sync_module_states=True))
-    assert re.match(r"sync_module_states needs embed.weight, .* and some ranks have it on the meta device\.", text)
+    assert re.match(
+        r"sync_module_states needs embed.weight, .* and some ranks have it on the meta device\.",
+        text,
+    )
     model = shard_model(build())
     assert model.head.weight.is_meta == (dist.get_rank() == 1)
     torch.manual_seed(0)
@@ -223,7 +250,9 @@ def test_meta_on_some_ranks_is_left_alone_and_cannot_be_broadcast_to() -> None:
 def test_replicas_and_tensor_parallel_ranks() -> None:
     rank = dist.get_rank()
     for arguments in ({"mesh": MeshSpec.hybrid(2, 2)}, {"mesh": mesh_of((2, 2))}):
-        text = raised_by(lambda arguments=arguments: shard_model(seeded(Decoder, rank // 2), **arguments))  # type: ignore[misc]
+        text = raised_by(
+            lambda arguments=arguments: shard_model(seeded(Decoder, rank // 2), **arguments)
+        )  # type: ignore[misc]
         assert text.startswith("embed.weight has different values on rank 2, 3 than on rank 0")
         model = shard_model(seeded(Decoder, rank), sync_module_states=True, **arguments)
         for name, param in seeded(Decoder, 0).named_parameters():
@@ -236,8 +265,11 @@ def test_replicas_and_tensor_parallel_ranks() -> None:
     def parallel(off: bool) -> nn.Module:
         model = seeded(Decoder, 0)
         for layer in model.layers:  # type: ignore[union-attr]
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        if off:  # in its own part alone, so that the ranks of the other part see no difference themselves
+            parallelize_module(
+                layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        # in its own part alone, so that the ranks of the other part see no difference themselves
+        if off:
             model.layers[1].up.weight.to_local().data += 1  # type: ignore[index, union-attr]
         return model
 
@@ -300,5 +332,7 @@ def test_a_rank_that_waits_for_others_says_so():
         ranks.PATIENCE = patience
         ranks.logger.removeHandler(heard)
     if dist.get_rank() == 0:
-        assert heard.texts[0].startswith("save_checkpoint has waited 0 s on rank 0 for other ranks. The call is")
+        assert heard.texts[0].startswith(
+            "save_checkpoint has waited 0 s on rank 0 for other ranks. The call is"
+        )
     assert not any(text.startswith("load_checkpoint") for text in heard.texts)

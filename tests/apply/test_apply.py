@@ -50,16 +50,23 @@ def test_only_two_digests_are_exchanged() -> None:
     ):
         shard_model(Decoder(), mesh=init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
     assert counted.all_gathers == 0
-    assert [call.args[0].nbytes for call in reduce.call_args_list] == [32, 16, 32]  # the last: all have succeeded
+    # the last: all have succeeded
+    assert [call.args[0].nbytes for call in reduce.call_args_list] == [32, 16, 32]
 
 
 def test_few_calls_for_each_parameter() -> None:
-    """Sharding 10,000 parameters takes at most 1.3 of the CPU time of ``fully_shard`` by hand: 127 calls for each."""
+    """Sharding 10,000 parameters takes at most 1.3 of the CPU time of ``fully_shard`` by hand: 127
+    calls for each.
+    """
 
     def calls(blocks: int) -> int:
         found, library = list[str](), str(pathlib.Path(mesh.__file__).parents[1])
         model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(blocks)))
-        sys.setprofile(lambda frame, event, _: found.append(event * frame.f_code.co_filename.startswith(library)))
+        sys.setprofile(
+            lambda frame, event, _: found.append(
+                event * frame.f_code.co_filename.startswith(library)
+            )
+        )
         try:
             shard_model(model)
         finally:
@@ -72,7 +79,9 @@ def test_few_calls_for_each_parameter() -> None:
 
 @distributed(world_size=4)
 def test_beside_tensor_parallelism() -> None:
-    """A 2x2 mesh: blocks split over "tp" by torch, sharded over "dp" by shardkit, against the plain model."""
+    """A 2x2 mesh: blocks split over "tp" by torch, sharded over "dp" by shardkit, against the plain
+    model.
+    """
     torch.manual_seed(0)
     plain = Decoder(dim=12)
     model = copy.deepcopy(plain)
@@ -89,13 +98,15 @@ def test_beside_tensor_parallelism() -> None:
     weights = dict(plain.named_parameters())
     for name, param in model.named_parameters():
         full = param.full_tensor()
-        # Two halves of a product are summed by tp, where the plain model sums once: a few roundings of 2**-24.
+        # Two halves of a product are summed by tp, where the plain model sums once: a few roundings
+        # of 2**-24.
         assert torch.allclose(full, weights[name], rtol=0, atol=2e-6), name
     assert not torch.equal(plain.layers[0].up.weight, torch.zeros_like(plain.layers[0].up.weight))
 
 
-# Forks end by os._exit: on a busy machine one exit in ten aborts in torch 2.13 ("terminate called without an active
-# exception"), also without shardkit and after destroy_process_group, while gloo's threads end.
+# Forks end by os._exit: on a busy machine one exit in ten aborts in torch 2.13 ("terminate called
+# without an active exception"), also without shardkit and after destroy_process_group, while gloo's
+# threads end.
 SCRIPT = """
 import atexit, os, torch, torch.nn as nn
 from shardkit import shard_model
@@ -135,9 +146,9 @@ def test_groups_that_are_made_have_the_timeout_of_the_process_group() -> None:
     set_timeout(timedelta(seconds=77), dist.group.WORLD)
     try:
         by_node = fsdp_units(shard_model(nn.Linear(4, 4), mesh=MeshSpec.hybrid(2, 2)))[0]
-        resharded = fsdp_units(shard_model(nn.Sequential(nn.Linear(4, 4)), units=nn.Linear, reshard_after_forward=2))[
-            -1
-        ]
+        resharded = fsdp_units(
+            shard_model(nn.Sequential(nn.Linear(4, 4)), units=nn.Linear, reshard_after_forward=2)
+        )[-1]
         split = training_mesh(sp=2).get_group("sp")
     finally:
         set_timeout(before, dist.group.WORLD)
@@ -145,19 +156,23 @@ def test_groups_that_are_made_have_the_timeout_of_the_process_group() -> None:
     groups += [resharded.post_forward_mesh_info.shard_process_group, split]
     assert [group.size() for group in groups] == [2] * 4
     assert {timeout_of(group) for group in groups} == {timedelta(seconds=77)}
-    assert timeout_of(init_device_mesh("cpu", (2, 2)).get_group(0)) == timedelta(minutes=30)  # torch's own
+    # torch's own
+    assert timeout_of(init_device_mesh("cpu", (2, 2)).get_group(0)) == timedelta(minutes=30)
 
 
 def test_one_script_alone_and_under_torchrun(tmp_path: pathlib.Path) -> None:
     alone, said = run_script(tmp_path)
-    assert alone[::2] == ["1", "False"], "our group is destroyed before the interpreter takes it down"
+    assert alone[::2] == ["1", "False"], (
+        "our group is destroyed before the interpreter takes it down"
+    )
     assert said.count("no process group and no torchrun, so this process trains alone") == 1
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     forked = ["--run-path", "--start-method=fork"]  # so that ranks need not import torch
     together, said = run_script(tmp_path, *launcher, *forked)
     assert together[0] == "2"
     assert "trains alone" not in said
-    assert float(together[1]) == pytest.approx(float(alone[1]), abs=1e-6)  # the mean of two equal gradients
+    # the mean of two equal gradients
+    assert float(together[1]) == pytest.approx(float(alone[1]), abs=1e-6)
 
 
 LAST = """
@@ -172,7 +187,9 @@ for _ in range(20):
 
 
 def test_a_program_may_end_with_a_collective(tmp_path: pathlib.Path) -> None:
-    """In new interpreters, since a fork ends otherwise: gloo's threads may not free tensors in one that is ending."""
+    """In new interpreters, since a fork ends otherwise: gloo's threads may not free tensors in one
+    that is ending.
+    """
     script = tmp_path / "last.py"
     script.write_text(LAST)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -216,12 +233,18 @@ def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPat
 def test_torchs_warning_of_views_is_ignored_where_it_is_wrong() -> None:
     """A unit that does not reshard after forward needs no gather in backward."""
     for reshards in (True, False):
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.ReLU())
+        model = nn.Sequential(
+            nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.ReLU()
+        )
         with fake_world(2), warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            shard_model(model, units=[by_name("2", reshard_after_forward=reshards)])(torch.ones(2, 3, 4))
+            shard_model(model, units=[by_name("2", reshard_after_forward=reshards)])(
+                torch.ones(2, 3, 4)
+            )
         texts = " ".join(str(each.message) for each in found)
-        assert ("FSDP2-wrapped module (FSDPSequential)" in texts) == (reshards and (2, 13) <= torch_version() < (2, 15))
+        assert ("FSDP2-wrapped module (FSDPSequential)" in texts) == (
+            reshards and (2, 13) <= torch_version() < (2, 15)
+        )
 
 
 def test_ignored_parameters_that_train_are_said_to(caplog: pytest.LogCaptureFixture) -> None:

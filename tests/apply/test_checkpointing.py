@@ -49,7 +49,9 @@ class Blocks(nn.Module):
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    """Losses and buffers over steps that call blocks once, twice, and keep the graph for a second backward."""
+    """Losses and buffers over steps that call blocks once, twice, and keep the graph for a second
+    backward.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = []
     for number in range(4):
@@ -90,7 +92,8 @@ def never_save(context: object, op: object, *args: Any, **kwargs: Any) -> Checkp
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# How often a block runs its four products and its attention, in forward and in backward, which never needs the last.
+# How often a block runs its four products and its attention, in forward and in backward, which
+# never needs the last.
 RECOMPUTED = {False: (4, 1), "selective": (5, 1), never_save: (7, 2), True: (7, 2)}
 
 
@@ -104,10 +107,14 @@ def test_what_each_policy_recomputes() -> None:
         shard_model(model, checkpoint_activations=policy)
         with Counts() as counts:
             model(x).square().mean().backward()
-        attentions = sum(number for name, number in counts.ops.items() if name.endswith("attention_for_cpu"))
+        attentions = sum(
+            number for name, number in counts.ops.items() if name.endswith("attention_for_cpu")
+        )
         assert (counts.ops["addmm"] / 2, attentions / 2) == expected, policy
         grads.append([param.grad.full_tensor() for param in model.parameters()])
-    assert all(torch.equal(one, other) for each in grads for one, other in zip(each, grads[0], strict=True))
+    assert all(
+        torch.equal(one, other) for each in grads for one, other in zip(each, grads[0], strict=True)
+    )
 
 
 @torch.library.custom_op("shardkit::attention", mutates_args=())
@@ -148,15 +155,30 @@ def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code: boo
 
 @pytest.mark.parametrize("policy", ["some", 2, lambda *args: True])
 def test_a_policy_without_a_name_is_refused(policy: object) -> None:
-    with pytest.raises(PlanError, match=r'checkpoint_activations must be True, False, "selective" or a policy, got'):
-        plan_model(nn.Sequential(Block(has_buffers=False)), mesh=MeshSpec.sharded(2), checkpoint_activations=policy)
+    with pytest.raises(
+        PlanError, match=r'checkpoint_activations must be True, False, "selective" or a policy, got'
+    ):
+        plan_model(
+            nn.Sequential(Block(has_buffers=False)),
+            mesh=MeshSpec.sharded(2),
+            checkpoint_activations=policy,
+        )
 
 
 def test_a_policy_around_another_unit_is_refused() -> None:
-    """torch raises in backward: the all-gather of the unit inside is not what the policy saw in forward."""
+    """torch raises in backward: the all-gather of the unit inside is not what the policy saw in
+    forward.
+    """
     model = nn.Sequential(Block(has_buffers=False), Block(has_buffers=False))
-    with pytest.raises(PlanError, match=r"0 has checkpoint_activations='selective', and 0.qkv inside is a unit"):
-        plan_model(model, units=["0", "0.qkv"], mesh=MeshSpec.sharded(2), checkpoint_activations="selective")
+    with pytest.raises(
+        PlanError, match=r"0 has checkpoint_activations='selective', and 0.qkv inside is a unit"
+    ):
+        plan_model(
+            model,
+            units=["0", "0.qkv"],
+            mesh=MeshSpec.sharded(2),
+            checkpoint_activations="selective",
+        )
 
 
 @distributed(world_size=2)
@@ -171,5 +193,7 @@ def test_a_cache_is_refused_where_it_is_passed() -> None:
     model(tokens, labels=tokens, use_cache=False).loss.backward()
     with torch.no_grad():
         model(tokens)
-    with pytest.raises(ShardkitError, match=r"model\.layers\.0 is checkpointed.* called with a Dynamic.*use_cache"):
+    with pytest.raises(
+        ShardkitError, match=r"model\.layers\.0 is checkpointed.* called with a Dynamic.*use_cache"
+    ):
         model(tokens)

@@ -1,4 +1,6 @@
-"""What a plan predicts is what torch does, in a step and in one of several micro-batches, on 8 fake ranks."""
+"""What a plan predicts is what torch does, in a step and in one of several micro-batches, on 8 fake
+ranks.
+"""
 
 import copy
 import itertools
@@ -9,7 +11,16 @@ import torch.nn as nn
 from small_models import Block, Decoder, step
 from torch.distributed.fsdp import fully_shard
 
-from shardkit import CPUOffloadPolicy, MeshSpec, accumulate, apply_plan, by_class, by_name, group, plan_model
+from shardkit import (
+    CPUOffloadPolicy,
+    MeshSpec,
+    accumulate,
+    apply_plan,
+    by_class,
+    by_name,
+    group,
+    plan_model,
+)
 from shardkit.plan import Collectives
 from shardkit.testing import comm_counts, fake_world
 
@@ -38,7 +49,9 @@ def micro_steps(model: nn.Module, micro_batches: int, **options: object) -> None
 
 
 def count(model: nn.Module, micro_batches: int = 2, **arguments: object) -> None:
-    """Every option on one model, one after the other, so that each shows that the one before left nothing behind."""
+    """Every option on one model, one after the other, so that each shows that the one before left
+    nothing behind.
+    """
     with fake_world(8):
         plan = plan_model(model, **arguments)
         apply_plan(model, plan)
@@ -65,7 +78,9 @@ def test_resharding_to_fewer_ranks(reshard: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("frozen", [("embed", "layers.0", "layers.1"), ("embed",), ("layers.2", "head")])
+@pytest.mark.parametrize(
+    "frozen", [("embed", "layers.0", "layers.1"), ("embed",), ("layers.2", "head")]
+)
 def test_frozen_layers_at_the_start_and_the_end(frozen: tuple[str, ...], prefetch: int) -> None:
     model = Decoder()
     for name in frozen:
@@ -99,10 +114,14 @@ def by_hand(model: Decoder) -> nn.Module:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_root_left_to_torch_in_its_first_step_and_the_next(options: dict[str, bool]) -> None:
-    """torch decides at the first forward that a root does not reshard; until then it looks as if it did."""
+    """torch decides at the first forward that a root does not reshard; until then it looks as if it
+    did.
+    """
     with fake_world(8):
         model = by_hand(Decoder())
-        plan = plan_model(Decoder(), units=[by_class(Block), by_name("", reshard_after_forward=False)])
+        plan = plan_model(
+            Decoder(), units=[by_class(Block), by_name("", reshard_after_forward=False)]
+        )
         for _ in range(2):
             with comm_counts() as counted:
                 micro_steps(model, 3, **options)

@@ -1,4 +1,6 @@
-"""Units on one axis of the mesh: experts that the model has split, beside dense units on all ranks."""
+"""Units on one axis of the mesh: experts that the model has split, beside dense units
+on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,18 @@ def test_a_plan_made_on_a_laptop_says_which_mesh_each_unit_is_on() -> None:
     assert (
         str(plan)
         .splitlines()[0]
-        .startswith("ShardingPlan: 758 parameters in 5 units on mesh dp_replicate=2 x (efsdp=4 x ep=8), ")
+        .startswith(
+            "ShardingPlan: 758 parameters in 5 units on mesh dp_replicate=2 x (efsdp=4 x ep=8), "
+        )
     )
     rows = {line.split("  ")[0]: line for line in str(plan).splitlines()}
-    assert rows["layers.0.experts .. layers.1.experts"].endswith("dp_replicate=2 x efsdp=4, split over ep=8")
+    assert rows["layers.0.experts .. layers.1.experts"].endswith(
+        "dp_replicate=2 x efsdp=4, split over ep=8"
+    )
     assert rows["layers.0 .. layers.1"].endswith("dp_replicate=2 x efsdp_ep=32")
     experts, dense = (
-        next(each for each in plan.units if each.name == name) for name in ("layers.0.experts", "layers.0")
+        next(each for each in plan.units if each.name == name)
+        for name in ("layers.0.experts", "layers.0")
     )
     assert (plan.mesh_of(experts).shard_size, plan.mesh_of(dense).shard_size) == (4, 32)
     assert {each.fqn for each in plan.params if each.tensor_parallel} == {
@@ -48,20 +55,27 @@ def test_a_plan_made_on_a_laptop_says_which_mesh_each_unit_is_on() -> None:
     }
     counts = plan.collectives()
     assert (counts.all_gathers, counts.reduce_scatters, counts.all_reduces) == (8, 4, 4 + 2)
-    alone = expert_plan(ExpertNet(), spec(2, 1, 32)).collectives()  # each rank has its experts whole
+    # each rank has its experts whole
+    alone = expert_plan(ExpertNet(), spec(2, 1, 32)).collectives()
     assert (alone.all_gathers, alone.reduce_scatters, alone.all_reduces) == (4, 2, 4 + 2)
 
 
 @pytest.mark.parametrize(
     ("mesh", "axes", "found"),
     [
-        (spec(2, 2, 2), ["ep"], "must be one of the first two axes of dp_replicate=2 x (efsdp=2 x ep=2)"),
+        (
+            spec(2, 2, 2),
+            ["ep"],
+            "must be one of the first two axes of dp_replicate=2 x (efsdp=2 x ep=2)",
+        ),
         (spec(2, 2), ["fsdp"], "must be one of the first two axes of efsdp=2 x ep=2"),
         (spec(2, 2), [1], "must be a str, got 1"),
         (spec(2, 2), ["efsdp", "ep"], "'ep' of efsdp=2 x ep=2, got 'efsdp'."),
     ],
 )
-def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axes: list[str], found: str) -> None:
+def test_an_axis_that_units_cannot_be_on_is_refused(
+    mesh: MeshSpec, axes: list[str], found: str
+) -> None:
     rules = [by_name(f"layers.{number}.experts", mesh=axis) for number, axis in enumerate(axes)]
     with pytest.raises(PlanError) as error:
         plan_model(ExpertNet(), mesh=mesh, units=rules)
@@ -74,10 +88,16 @@ def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axes: list[s
 )
 @distributed(world_size=4, backend="gloo")
 def test_training_is_that_of_one_process(shape, reduction, dim):
-    """Gradients, the norm, and three steps of AdamW; one rank has no token, the others have different numbers."""
+    """Gradients, the norm, and three steps of AdamW; one rank has no token, the others have
+    different numbers.
+    """
     mesh = mesh_of(shape, *AXES[-len(shape) :])
     model = ExpertNet().split(mesh["ep"])
-    rules = RULES if dim is None else [by_name("layers.*.experts", mesh="efsdp", shard_dim=dim), RULES[1]]
+    rules = (
+        RULES
+        if dim is None
+        else [by_name("layers.*.experts", mesh="efsdp", shard_dim=dim), RULES[1]]
+    )
     plan = plan_model(model, mesh=mesh, units=rules)
     apply_plan(model, plan, mesh)
     set_gradient_reduction(model, reduction)
@@ -85,7 +105,10 @@ def test_training_is_that_of_one_process(shape, reduction, dim):
         x, expert = torch.ones(1, 6, dtype=torch.double), torch.zeros(1, dtype=torch.long)
         model(x, expert).sum().backward()
     predicted = plan.collectives()
-    assert (counts.all_gathers, counts.reduce_scatters) == (predicted.all_gathers, predicted.reduce_scatters)
+    assert (counts.all_gathers, counts.reduce_scatters) == (
+        predicted.all_gathers,
+        predicted.reduce_scatters,
+    )
     model.zero_grad()
     assert model.layers[0].experts.weight.placements[-2].dim == (dim or 0)
     assert train_both(model, ExpertNet()) <= 1e-15
@@ -115,7 +138,11 @@ def test_what_cannot_work_is_refused_on_every_rank():
     mixed.layers[1].experts.bias = nn.Parameter(torch.zeros(EXPERTS, 6, dtype=torch.double))
     made = expert_plan(split, mesh)
     cases = [
-        (ExpertNet(), {"mesh": mesh, "units": RULES}, "not split over ep, in the unit layers.0.experts on efsdp=2"),
+        (
+            ExpertNet(),
+            {"mesh": mesh, "units": RULES},
+            "not split over ep, in the unit layers.0.experts on efsdp=2",
+        ),
         (mixed, {"mesh": mesh, "units": RULES}, "layers.1.experts.bias is not split over ep"),
         (ExpertNet(), {"mesh": mesh, "plan": made}, "not split over ep"),
         (split, {"mesh": mesh}, "is a DTensor over ep already"),

@@ -1,4 +1,6 @@
-"""A policy's dtypes mean the same on every torch: gradients to the bit, against plain arithmetic."""
+"""A policy's dtypes mean the same on every torch: gradients to the bit,
+against plain arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from shardkit.testing import distributed
 
 COMPUTED = {"float32": None, "bfloat16": torch.bfloat16}
 REDUCED = {"None": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-CASES = [("float32", "None"), ("bfloat16", "None"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+CASES = [
+    ("float32", "None"),
+    ("bfloat16", "None"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "bfloat16"),
+]
 
 
 def build() -> nn.Module:
@@ -47,7 +54,9 @@ def test_gradients(computed: str, reduced: str) -> None:
 @distributed(world_size=2)
 def test_batch_norm_under_bf16_by_the_rule_of_the_docs() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2))
+    )
     norms = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
     policy, seen = MixedPrecisionPolicy(param_dtype=torch.bfloat16), list[torch.dtype]()
     shard_model(model, units=[by_class(nn.BatchNorm2d, mp_policy=norms), "*"], mp_policy=policy)

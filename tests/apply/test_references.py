@@ -1,4 +1,6 @@
-"""Parameters held outside of nn.Module's registry follow their module's; what cannot is refused before sharding."""
+"""Parameters held outside of nn.Module's registry follow their module's; what cannot is refused
+before sharding.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Holding(nn.Module):
 
 
 def holding(form: str) -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 6), nn.ModuleList([Holding(form), Holding(form)])[0], Holding(form))
+    return nn.Sequential(
+        nn.Linear(5, 6), nn.ModuleList([Holding(form), Holding(form)])[0], Holding(form)
+    )
 
 
 def losses(model: nn.Module) -> list[Tensor]:
@@ -90,7 +94,11 @@ def test_a_held_parameter_is_refused(form: str) -> None:
 def test_what_is_larger_or_deeper_is_not_searched() -> None:
     """As a tokenizer's tables: searching them took seconds."""
     model = nn.Linear(2, 2)
-    model.table, model.nested, model.watched = list(range(2_000_000)), [[model.bias]], weakref.ref(model.bias)
+    model.table, model.nested, model.watched = (
+        list(range(2_000_000)),
+        [[model.bias]],
+        weakref.ref(model.bias),
+    )
     model.named = collections.OrderedDict(a=model.weight)
     model.irreps = Irreps()
     assert [each.name for each in references(model)] == ["named['a']"]
@@ -111,7 +119,9 @@ def test_what_cannot_follow_is_refused(place: str) -> None:
 
 
 def test_what_forward_computes_is_not_taken_for_a_view() -> None:
-    """``weight`` is ``weight_orig.data`` until then, and in AWD-LSTM an RNN's list has the data of a parameter."""
+    """``weight`` is ``weight_orig.data`` until then, and in AWD-LSTM an RNN's list has the data of
+    a parameter.
+    """
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.LSTM(4, 4))
     dropped = model[1]._parameters.pop("weight_hh_l0")
     model[1].register_parameter("weight_hh_l0_raw", nn.Parameter(dropped.data))
@@ -143,9 +153,11 @@ def marked() -> nn.Module:
 @distributed(world_size=2)
 def test_attributes(on_meta: bool) -> None:
     model = sharded(marked, on_meta)
-    assert [name for name, param in model.named_parameters() if getattr(param, "_no_weight_decay", False)] == [
-        "0.weight"
-    ]
+    assert [
+        name
+        for name, param in model.named_parameters()
+        if getattr(param, "_no_weight_decay", False)
+    ] == ["0.weight"]
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 12.0))
     model[0].weight.gain = 5.0  # later changes are seen too
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 20.0))
@@ -171,7 +183,9 @@ def test_post_accumulate_hooks_see_the_reduced_gradient(on_meta: bool) -> None:
 
     def build() -> nn.Module:
         model = Decoder()
-        handles.append(model.head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param)))
+        handles.append(
+            model.head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param))
+        )
         return model
 
     model = sharded(build, on_meta)
@@ -188,7 +202,9 @@ def test_hooks_that_would_never_be_called() -> None:
     model = Decoder()
     handles = [layer.up.weight.register_hook(lambda grad: grad * 0.5) for layer in model.layers]
     with fake_world(8):
-        with refused(model, "layers.0.up.weight, layers.1.up.weight", "register_post_accumulate_grad_hook"):
+        with refused(
+            model, "layers.0.up.weight, layers.1.up.weight", "register_post_accumulate_grad_hook"
+        ):
             shard_model(model)
         for handle in handles:
             handle.remove()

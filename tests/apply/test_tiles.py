@@ -1,4 +1,6 @@
-"""Modules in tiles of tokens: gradients of the whole, collectives of the unit, and what is refused."""
+"""Modules in tiles of tokens: gradients of the whole, collectives of the unit, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,11 @@ class Mlp(nn.Module):
         self.gate, self.up, self.down = nn.Linear(6, 20), nn.Linear(6, 20), nn.Linear(20, 6)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, scale: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        y = F.silu(self.gate(x.view(-1, 6))) * self.up(x.view(-1, 6))  # view: tiles must be contiguous
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        # view: tiles must be contiguous
+        y = F.silu(self.gate(x.view(-1, 6))) * self.up(x.view(-1, 6))
         y = self.down(self.dropout(y)).view(x.shape)
         y = y if scale is None else y * scale[..., None]
         return y if residual is None else y + residual
@@ -79,7 +84,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a unit of its own": {"tiles": TILES, "units": ["layers.*", "layers.0.mlp"]},
     "kept gathered": {"tiles": TILES, "units": "layers.*", "reshard_after_forward": False},
 }
-# Of this rank's micro-batches: uneven, fewer tokens than tiles, one, none; and a batch without a dim of sequences.
+# Of this rank's micro-batches: uneven, fewer tokens than tiles, one, none; and a batch without a
+# dim of sequences.
 BATCHES = [(2, 13), (3, 3), (1, 1), (2, 0), (11,)]
 
 
@@ -90,7 +96,8 @@ def test_gradients_and_collectives_are_those_of_the_whole() -> None:
     sharded = {name: copy.deepcopy(plain) for name in CASES}
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(17, size, generator=generator) for size in BATCHES]
-    batches += [torch.randint(17, (2, 5), generator=generator)]  # of the other rank, which has no others
+    # of the other rank, which has no others
+    batches += [torch.randint(17, (2, 5), generator=generator)]
     mine = batches[:-1] if dist.get_rank() == 0 else batches[-1:]
     mine += [torch.empty(1, 0, dtype=torch.long)] * (len(BATCHES) - len(mine))
     sum(loss_of(plain, batch) for batch in batches).backward()  # type: ignore[union-attr]
@@ -183,7 +190,9 @@ def test_a_context_is_never_cut_however_long_it_is() -> None:
     for length in (7, 12):
         context = torch.randn(2, length, 6)
         for result in (module(x, context), module(x, context=context)):
-            torch.testing.assert_close(result, x + F.scaled_dot_product_attention(x, context, context))
+            torch.testing.assert_close(
+                result, x + F.scaled_dot_product_attention(x, context, context)
+            )
 
 
 @pytest.mark.parametrize("length", [2, 3, 12])
@@ -221,7 +230,11 @@ def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
         (None, {Mlp: "4"}, "layers.2.mlp has tiles='4'. It must be a number of tiles"),
         (Mlp, {Block: 2}, "layers.1 has tiles=2, and layers.1.mlp inside"),
         (None, {Mlp: 2, Block: 2}, "layers.1 has tiles=2, and layers.1.mlp inside"),
-        (by_class(Block, compile=True), TILES, "layers.0.mlp has tiles=4, and layers.0 is compiled."),
+        (
+            by_class(Block, compile=True),
+            TILES,
+            "layers.0.mlp has tiles=4, and layers.0 is compiled.",
+        ),
     ],
 )
 def test_rules_that_cannot_be_followed(units: Any, tiles: Any, text: str) -> None:
@@ -232,7 +245,9 @@ def test_rules_that_cannot_be_followed(units: Any, tiles: Any, text: str) -> Non
 def test_tiles_in_the_plan() -> None:
     model = Model()
     tiles = {"layers.1.mlp": 1, **TILES}
-    plan = plan_model(model, mesh=MeshSpec.sharded(8), tiles=tiles, example_batch=torch.ones(1, 4).long())
+    plan = plan_model(
+        model, mesh=MeshSpec.sharded(8), tiles=tiles, example_batch=torch.ones(1, 4).long()
+    )
     default = plan_model(model, mesh=MeshSpec.sharded(8))
     assert plan.tiles == (("layers.0.mlp", 4), ("layers.2.mlp", 4))
     assert plan.units == default.units

@@ -12,7 +12,7 @@ import torch
 from shardkit.checkpoint import directory, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
 
-# --- Manifest -------------------------------------------------------------------------------------------------------
+# --- Manifest -------------------------------------------------------------------------------------
 
 
 def write_checkpoint(path: Path, contents: bytes = b"12345678", created: int = 1) -> Path:
@@ -29,14 +29,16 @@ def test_a_manifest_comes_back(tmp_path):
     assert read["files"] == {"data": [8, 2**64 - 1]}
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"[" * 100_000, b'{"digest": "x"}', b"\x80\x04"])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{}", b"[" * 100_000, b'{"digest": "x"}', b"\x80\x04"]
+)
 def test_what_is_no_manifest_is_one_error(text, tmp_path):
     (tmp_path / directory.MANIFEST).write_bytes(text)
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         directory.read_manifest(tmp_path)
 
 
-# --- Directories ----------------------------------------------------------------------------------------------------
+# --- Directories ----------------------------------------------------------------------------------
 
 
 def listing(path: Path) -> list[str]:
@@ -96,11 +98,13 @@ def test_what_is_not_ours_is_not_replaced(tmp_path):
 
 
 def test_a_missing_checkpoint_is_said(tmp_path):
-    with pytest.raises(CheckpointError, match=r"step-2 does not exist\. Pass the path of a checkpoint, or latest_"):
+    with pytest.raises(
+        CheckpointError, match=r"step-2 does not exist\. Pass the path of a checkpoint, or latest_"
+    ):
         directory.find(tmp_path / "no" / "step-2")
 
 
-# --- Rotation -------------------------------------------------------------------------------------------------------
+# --- Rotation -------------------------------------------------------------------------------------
 
 
 def test_the_latest_is_the_last_that_was_complete_and_is_whole(tmp_path):

@@ -36,7 +36,9 @@ IDS = torch.tensor([[0, 1, 2, 3, 4], [6, 5, 4, 3, 2]])
 
 
 class Plain(nn.Module):
-    """Uneven on 2, 3 and 4 ranks, with a persistent buffer. No ties and no frozen parameters: FSDP1 flattens them."""
+    """Uneven on 2, 3 and 4 ranks, with a persistent buffer. No ties and no frozen parameters: FSDP1
+    flattens them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,10 +77,15 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[
 
 
 def trained_plain() -> dict[str, Any]:
-    """What training without any sharding gives: of two ranks with one batch, the mean gradient is exactly that."""
+    """What training without any sharding gives: of two ranks with one batch, the mean gradient is
+    exactly that.
+    """
     model = build()
     optimizer = train(model)
-    return {"model": full_state_dict(model), "optimizer": full_optimizer_state_dict(model, optimizer)}
+    return {
+        "model": full_state_dict(model),
+        "optimizer": full_optimizer_state_dict(model, optimizer),
+    }
 
 
 def wrapped(seed: int, use_orig_params: bool) -> nn.Module:
@@ -99,12 +106,16 @@ def save_fsdp1(folder, use_orig_params):
     model = wrapped(0, use_orig_params)
     optimizer = train(model)
     FSDP.set_state_dict_type(
-        model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(),
+        ShardedOptimStateDictConfig(),
     )
     sharded = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
     dcp.save(sharded, checkpoint_id=folder / "sharded")
     dcp.save(sharded["model"], checkpoint_id=folder / "model-only")
-    # offload_to_cpu=True is wrong on CPU ranks: torch's .cpu() does not copy there, and both moments share one buffer.
+    # offload_to_cpu=True is wrong on CPU ranks: torch's .cpu() does not copy there, and both
+    # moments share one buffer.
     FSDP.set_state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
@@ -115,8 +126,14 @@ def save_fsdp1(folder, use_orig_params):
     if is_first():
         names = [name for name, _ in build().named_parameters()]
         number = {name: index for index, name in enumerate(names)}
-        groups = [{**group, "params": [number[name] for name in group["params"]]} for group in by_name["param_groups"]]
-        by_number = {"state": {number[n]: value for n, value in by_name["state"].items()}, "param_groups": groups}
+        groups = [
+            {**group, "params": [number[name] for name in group["params"]]}
+            for group in by_name["param_groups"]
+        ]
+        by_number = {
+            "state": {number[n]: value for n, value in by_name["state"].items()},
+            "param_groups": groups,
+        }
         torch.save({"model": full, "optimizer": by_name}, folder / "full.pt")
         torch.save({"state_dict": full, "optim": by_number}, folder / "numbered.pt")
         torch.save(full, folder / "model.bin")
@@ -133,11 +150,16 @@ def load_into_fsdp2(paths, shape, seed=1):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     for path, with_optimizer in paths:
         assert load_checkpoint(path, model, optimizer if with_optimizer else None) is None
-    got = {"model": full_state_dict(model), "optimizer": full_optimizer_state_dict(model, optimizer)}
+    got = {
+        "model": full_state_dict(model),
+        "optimizer": full_optimizer_state_dict(model, optimizer),
+    }
     if is_first():
         assert_same(dict(got["model"]), dict(expected["model"]))
         assert_same(got["optimizer"]["state"], expected["optimizer"]["state"])
-        for ours, theirs in zip(got["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True):
+        for ours, theirs in zip(
+            got["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True
+        ):
             assert_same(ours, theirs)
 
 
@@ -169,12 +191,20 @@ def test_convert_takes_every_kind_to_every_other(written, tmp_path, capsys):
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
             load_checkpoint(target, model, optimizer)
             assert_same(dict(full_state_dict(model)), dict(expected["model"]))
-            assert_same(full_optimizer_state_dict(model, optimizer)["state"], expected["optimizer"]["state"])
+            assert_same(
+                full_optimizer_state_dict(model, optimizer)["state"], expected["optimizer"]["state"]
+            )
         again = tmp_path / name / "again.pt"
         convert_checkpoint(tmp_path / name / "b", again)
         assert_same(torch.load(again)["optimizer"]["state"], expected["optimizer"]["state"])
-        assert sorted(each.name for each in (tmp_path / name).iterdir()) == ["a", "again.pt", "b", "c.pt"]
-    assert set(locate(tmp_path / "sharded" / "a")) == set(expected["model"])  # as Hugging Face's readers see it
+        assert sorted(each.name for each in (tmp_path / name).iterdir()) == [
+            "a",
+            "again.pt",
+            "b",
+            "c.pt",
+        ]
+    # as Hugging Face's readers see it
+    assert set(locate(tmp_path / "sharded" / "a")) == set(expected["model"])
 
 
 def test_convert_refuses_what_it_cannot_do(written, tmp_path, capsys):
@@ -217,7 +247,7 @@ def test_fsdp1_goes_on_from_what_is_exported(use_orig_params, tmp_path):
     load_exported_into_fsdp1(tmp_path / "full.pt", losses, use_orig_params)
 
 
-# --- Files that are not what they seem ------------------------------------------------------------------------------
+# --- Files that are not what they seem ------------------------------------------------------------
 
 
 class Boom:
@@ -244,7 +274,10 @@ def test_a_file_that_is_no_checkpoint_is_one_error(content, said, tmp_path):
     [
         ({}, "holds nothing"),
         ({"notes.txt": b""}, r"holds notes\.txt\. A checkpoint has manifest\.json"),
-        ({"model.pt": b"", "optimizer.pt": b""}, r"holds model\.pt, optimizer\.pt.* one file with a full model"),
+        (
+            {"model.pt": b"", "optimizer.pt": b""},
+            r"holds model\.pt, optimizer\.pt.* one file with a full model",
+        ),
         ({".metadata": b"no pickle"}, "cannot be read .UnpicklingError"),
         ({"model.safetensors": b"PK\x03\x04" * 9}, "its header claims"),
     ],

@@ -1,4 +1,6 @@
-"""Every layout of units is written whole and loads into others, by every function of state and checkpoints."""
+"""Every layout of units is written whole and loads into others, by every function of state and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def save_and_load(root, source, targets):
 def test_every_layout_is_written_whole_and_loads_into_others(source, tmp_path):
     """The most divided layout loads into all; the others into the next.
 
-    All write the same tensors, which is compared, so what loads into a layout from one of them does from the others.
+    All write the same tensors, which is compared, so what loads into a layout from one of them does
+    from the others.
     """
     names = list(LAYOUTS)
     following = names[(names.index(source) + 1) % len(names)]
@@ -71,7 +74,7 @@ def test_every_layout_is_written_whole_and_loads_into_others(source, tmp_path):
             assert_equal(values_of(net, optimizer), expected)
 
 
-# ---- stages, which hold different models ------------------------------------------------------------------------
+# ---- stages, which hold different models ---------------------------------------------------------
 
 
 @distributed(world_size=4, backend="gloo")
@@ -110,9 +113,13 @@ def test_stages_with_the_same_names_are_refused(tmp_path):
     with torch.no_grad():
         net.weight.fill_(float(mesh["pp"].get_local_rank()))
     torch.distributed.fsdp.fully_shard(net, mesh=mesh["dp"])
-    with pytest.raises(CheckpointError, match="full on several meshes, with different values: weight"):
+    with pytest.raises(
+        CheckpointError, match="full on several meshes, with different values: weight"
+    ):
         save_checkpoint(tmp_path / "a", net)
-    save_checkpoint(tmp_path / "a", torch.nn.ModuleDict({f"stage{mesh['pp'].get_local_rank()}": net}))
+    save_checkpoint(
+        tmp_path / "a", torch.nn.ModuleDict({f"stage{mesh['pp'].get_local_rank()}": net})
+    )
     whole = torch.nn.ModuleDict({"stage0": torch.nn.Linear(4, 4), "stage1": torch.nn.Linear(4, 4)})
     load_checkpoint(tmp_path / "a", whole)
     assert [float(whole[f"stage{n}"].weight.mean()) for n in (0, 1)] == [0.0, 1.0]
@@ -123,7 +130,9 @@ def test_stages_with_the_same_names_are_refused(tmp_path):
 @distributed(world_size=4, backend="gloo")
 def test_extra_is_each_ranks_own(tmp_path):
     net, _ = built(LAYOUTS["one_mesh"])
-    save_checkpoint(tmp_path / "a", net, extra={"batches": dist.get_rank(), "x": torch.ones(dist.get_rank())})
+    save_checkpoint(
+        tmp_path / "a", net, extra={"batches": dist.get_rank(), "x": torch.ones(dist.get_rank())}
+    )
     assert load_checkpoint(tmp_path / "a", net)["batches"] == dist.get_rank()
     assert len(load_checkpoint(tmp_path / "a", net)["x"]) == dist.get_rank()
     other, _ = built(plain)
@@ -131,7 +140,7 @@ def test_extra_is_each_ranks_own(tmp_path):
     assert load_checkpoint(tmp_path / "a", other, group=alone)["batches"] == 0
 
 
-# ---- what cannot be told from replicas, and what was lost -------------------------------------------------------
+# ---- what cannot be told from replicas, and what was lost ----------------------------------------
 
 
 @distributed(world_size=4, backend="gloo")
@@ -141,7 +150,8 @@ def test_experts_of_their_own_on_slices_are_refused_unless_equal(tmp_path):
     with torch.no_grad():
         net.blocks[1].experts.w.add_(mesh_of((2, 2), "efsdp", "ep")["ep"].get_local_rank())
     with pytest.raises(
-        CheckpointError, match=r"1 tensors are full on several meshes, with different values: blocks\.1\.exp"
+        CheckpointError,
+        match=r"1 tensors are full on several meshes, with different values: blocks\.1\.exp",
     ):
         save_checkpoint(tmp_path / "differ", net, optimizer)
     assert not (tmp_path / "differ").exists()
@@ -153,7 +163,10 @@ def test_pieces_that_nobody_writes_or_several_do_fail_the_save(tmp_path):
     lies = {"lost": lambda _: dist.get_rank() != 3, "twice": lambda _: True}
     for name in lies:
         said = r"bytes were written"
-        with mock.patch.object(save, "is_first_replica", lies[name]), pytest.raises(CheckpointError, match=said):
+        with (
+            mock.patch.object(save, "is_first_replica", lies[name]),
+            pytest.raises(CheckpointError, match=said),
+        ):
             save_checkpoint(tmp_path / name, net)
     dist.barrier()  # rank 0 has removed what was written
     assert not any(tmp_path.iterdir())
@@ -165,7 +178,9 @@ def test_each_argument_that_differs_is_named_with_its_ranks(tmp_path):
     last = dist.get_rank() == 3
     cases = {
         r"rank 3 differs from rank 0 in keep \(2 instead of 1\)": {"keep": 2 if last else 1},
-        r"rank 3 differs from rank 0 in optimizer \(false instead of true": {"optimizer": None if last else optimizer},
+        r"rank 3 differs from rank 0 in optimizer \(false instead of true": {
+            "optimizer": None if last else optimizer
+        },
         r"rank 3 differs from rank 0 in async_ \(true instead of false\)": {"async_": last},
     }
     for said, given in cases.items():
@@ -175,8 +190,12 @@ def test_each_argument_that_differs_is_named_with_its_ranks(tmp_path):
     with pytest.raises(CheckpointError, match=r"has other options in the optimizer of rank 3"):
         save_checkpoint(tmp_path / "a", net, optimizer)
     assert not any(tmp_path.iterdir())
-    save_checkpoint(tmp_path / "a", net, extra={"only": torch.ones(3)} if not dist.get_rank() else None)
-    with pytest.raises(CheckpointError, match=r"rank 3 differs from rank 0 in verify \(false instead of true\)"):
+    save_checkpoint(
+        tmp_path / "a", net, extra={"only": torch.ones(3)} if not dist.get_rank() else None
+    )
+    with pytest.raises(
+        CheckpointError, match=r"rank 3 differs from rank 0 in verify \(false instead of true\)"
+    ):
         load_checkpoint(tmp_path / "a", net, verify=not last)
     found = load_checkpoint(tmp_path / "a", net)
     assert found is None if dist.get_rank() else torch.equal(found["only"], torch.ones(3))

@@ -1,4 +1,6 @@
-"""load_checkpoint in one process and on two ranks: kinds of optimizers, files of others, checksums."""
+"""load_checkpoint in one process and on two ranks: kinds of optimizers, files
+of others, checksums.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
     model(data.to(next(model.parameters()).dtype)).square().sum().backward()
     for optimizer in optimizers:
-        optimizer.step(lambda: torch.tensor(0.0)) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
+        optimizer.step(lambda: torch.tensor(0.0)) if isinstance(
+            optimizer, torch.optim.LBFGS
+        ) else optimizer.step()
         optimizer.zero_grad()
 
 
@@ -56,7 +60,9 @@ def test_every_kind_of_optimizer_goes_on(name, tmp_path):
     resumed, other = build(1)
     load_checkpoint(tmp_path / "a", resumed, other)
     before = sharded_optimizer_state_dict(model, optimizer)["state"]
-    assert (name == "sgd") == (not any(value is not None for entries in before.values() for value in entries.values()))
+    assert (name == "sgd") == (
+        not any(value is not None for entries in before.values() for value in entries.values())
+    )
     for each in ((model, optimizer), (resumed, other)):
         step(*each)
     for one, two in zip(model.parameters(), resumed.parameters(), strict=True):
@@ -74,7 +80,9 @@ def test_state_of_other_shapes_and_nested_state_goes_on(kind, tmp_path):
     other = kind(model.parameters())
     load_checkpoint(tmp_path / "a", model, other)
     assert optimizer.state
-    assert_same(full_optimizer_state_dict(model, other), full_optimizer_state_dict(model, optimizer))
+    assert_same(
+        full_optimizer_state_dict(model, other), full_optimizer_state_dict(model, optimizer)
+    )
 
 
 def test_moments_of_another_dtype_than_their_parameters_stay_so(tmp_path):
@@ -86,34 +94,47 @@ def test_moments_of_another_dtype_than_their_parameters_stay_so(tmp_path):
     save_checkpoint(tmp_path / "a", model, optimizer)
     other = torch.optim.AdamW(model.parameters())
     load_checkpoint(tmp_path / "a", model, other)
-    assert_same(full_optimizer_state_dict(model, other), full_optimizer_state_dict(model, optimizer))
+    assert_same(
+        full_optimizer_state_dict(model, other), full_optimizer_state_dict(model, optimizer)
+    )
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Adafactor", "RMSprop"])
 @distributed(world_size=2, backend="gloo")
 def test_an_optimizer_of_another_class_is_refused_on_all_ranks(kind, tmp_path):
     model = fully_shard(net(), mesh=mesh_of((2,)))
-    adamw, other = torch.optim.AdamW(model.parameters()), getattr(torch.optim, kind)(model.parameters())
+    adamw, other = (
+        torch.optim.AdamW(model.parameters()),
+        getattr(torch.optim, kind)(model.parameters()),
+    )
     before = full_optimizer_state_dict(model, other)
     step(model, adamw)
     save_checkpoint(tmp_path / "a", model, adamw)
-    with pytest.raises(CheckpointError, match=rf"must have the class.*\n.*{kind}, and AdamW was saved"):
+    with pytest.raises(
+        CheckpointError, match=rf"must have the class.*\n.*{kind}, and AdamW was saved"
+    ):
         load_checkpoint(tmp_path / "a", model, other)
     assert_same(full_optimizer_state_dict(model, other), before)
-    load_checkpoint(tmp_path / "a", model, torch.optim.Adam(model.parameters()))  # whose state and options are equal
+    # whose state and options are equal
+    load_checkpoint(tmp_path / "a", model, torch.optim.Adam(model.parameters()))
 
 
 def test_several_optimizers_are_one_state(tmp_path):
     def build() -> tuple[nn.Sequential, list[torch.optim.Optimizer]]:
         model = net()
-        return model, [torch.optim.SGD(model[0].parameters(), 0.1, 0.9), torch.optim.AdamW(model[2].parameters())]
+        return model, [
+            torch.optim.SGD(model[0].parameters(), 0.1, 0.9),
+            torch.optim.AdamW(model[2].parameters()),
+        ]
 
     model, optimizers = build()
     step(model, *optimizers)
     save_checkpoint(tmp_path / "a", model, iter(optimizers))
     other, fresh = build()
     load_checkpoint(tmp_path / "a", other, iter(fresh))
-    assert_same(full_optimizer_state_dict(other, fresh), full_optimizer_state_dict(model, optimizers))
+    assert_same(
+        full_optimizer_state_dict(other, fresh), full_optimizer_state_dict(model, optimizers)
+    )
 
 
 def test_an_optimizer_that_has_stepped_keeps_its_memory(tmp_path):
@@ -128,7 +149,7 @@ def test_an_optimizer_that_has_stepped_keeps_its_memory(tmp_path):
     assert all(int(entries["step"]) == 1 for entries in optimizer.state.values())
 
 
-# --- Files of others ------------------------------------------------------------------------------------------------
+# --- Files of others ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["directory", "file"])
@@ -139,7 +160,10 @@ def test_safetensors_of_others_load_into_the_model(what, tmp_path):
     place.mkdir()
     shutil.copy(tmp_path / "a" / "model.safetensors", place)
     other = net(seed=1)
-    assert load_checkpoint(place if what == "directory" else place / "model.safetensors", other) is None
+    assert (
+        load_checkpoint(place if what == "directory" else place / "model.safetensors", other)
+        is None
+    )
     assert_same({**other.state_dict()}, {**model.state_dict()})
     with pytest.raises(CheckpointError, match="has no optimizer"):
         load_checkpoint(place, other, torch.optim.SGD(other.parameters()))
@@ -148,7 +172,9 @@ def test_safetensors_of_others_load_into_the_model(what, tmp_path):
 def test_dtypes_are_converted_only_when_asked(tmp_path):
     save_checkpoint(tmp_path / "a", net())
     half = net(dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match=r"0\.weight \(torch\.float32, the model has torch\.bfloat16\)"):
+    with pytest.raises(
+        CheckpointError, match=r"0\.weight \(torch\.float32, the model has torch\.bfloat16\)"
+    ):
         load_checkpoint(tmp_path / "a", half)
     load_checkpoint(tmp_path / "a", half, cast=True)
     assert torch.equal(half[0].weight, net()[0].weight.bfloat16())
@@ -160,7 +186,9 @@ def test_a_model_on_meta_is_refused(tmp_path):
         model = net()
     with pytest.raises(CheckpointError, match=r"0\.weight, .* on meta"):
         load_checkpoint(tmp_path / "a", model)
-    with pytest.raises(CheckpointError, match=r"on the meta device.*shardkit\.materialize\(model\), or"):
+    with pytest.raises(
+        CheckpointError, match=r"on the meta device.*shardkit\.materialize\(model\), or"
+    ):
         save_checkpoint(tmp_path / "b", model)
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
@@ -168,12 +196,18 @@ def test_a_model_on_meta_is_refused(tmp_path):
 @pytest.mark.parametrize("shape", [(33, 21), (3, 5, 7), (1, 400)])
 @pytest.mark.parametrize("columns", [False, True])
 def test_checksums_of_what_is_written_in_many_blocks(shape, columns, tmp_path, monkeypatch):
-    """They are taken block by block while writing, and wrap around; loading reads the bytes in other blocks."""
+    """They are taken block by block while writing, and wrap around; loading reads the bytes in
+    other blocks.
+    """
     monkeypatch.setattr(byte_ranges, "STAGE", 100)
-    model = nn.ParameterDict({"a": nn.Parameter(-torch.rand(shape)), "b": nn.Parameter(-torch.rand(shape).bfloat16())})
+    model = nn.ParameterDict(
+        {"a": nn.Parameter(-torch.rand(shape)), "b": nn.Parameter(-torch.rand(shape).bfloat16())}
+    )
     if columns:  # not as files have it, so that blocks go through memory
         for name, param in model.items():
-            model[name] = nn.Parameter(param.detach().transpose(0, -1).contiguous().transpose(0, -1))
+            model[name] = nn.Parameter(
+                param.detach().transpose(0, -1).contiguous().transpose(0, -1)
+            )
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     save_checkpoint(tmp_path / "a", model)
     with torch.no_grad():
@@ -222,7 +256,8 @@ def test_extra_state_goes_where_its_name_is_mapped_to(key_map, build, tmp_path):
 
 @pytest.mark.parametrize("kind", ["shardkit", "dcp", "full", "nested"])
 @pytest.mark.parametrize(
-    "memory", [{"scale": torch.arange(3.0), "steps": [1, 2], "inner": {"count": 4}}, torch.arange(3.0), {}]
+    "memory",
+    [{"scale": torch.arange(3.0), "steps": [1, 2], "inner": {"count": 4}}, torch.arange(3.0), {}],
 )
 def test_extra_state_of_any_kind_comes_back_from_any_kind_of_checkpoint(memory, kind, tmp_path):
     model = inside(memory)
@@ -264,7 +299,9 @@ def test_a_tensor_learning_rate_comes_back_from_a_file_of_torch_save(tmp_path):
         resumed.param_groups[0]["lr"] = torch.tensor(0.5)
         load_checkpoint(tmp_path / name, other, resumed)
         assert torch.equal(resumed.param_groups[0]["lr"], torch.tensor(0.01)), name
-        assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]), name
+        assert torch.equal(
+            resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+        ), name
 
 
 def test_what_an_earlier_version_saved_is_refused_and_its_weights_load():

@@ -1,4 +1,6 @@
-"""Never lost: killed at any point, on a full disk and on a read-only one, the previous checkpoint loads."""
+"""Never lost: killed at any point, on a full disk and on a read-only one, the previous checkpoint
+loads.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,13 @@ def value_of(path: Path, size: int = 9) -> float:
     return extra["value"]
 
 
-# --- Killed ---------------------------------------------------------------------------------------------------------
+# --- Killed ---------------------------------------------------------------------------------------
 
 
 class Killer:
-    """Counts lines of shardkit.checkpoint as this process executes them, and kills it at one of them."""
+    """Counts lines of shardkit.checkpoint as this process executes them, and kills it at one of
+    them.
+    """
 
     def __init__(self, at: int | None) -> None:
         self.at, self.seen = at, 0
@@ -103,7 +107,11 @@ def listing(path: Path) -> list[str]:
 )
 def test_killed_at_random_points_a_whole_checkpoint_loads(kills, options, tmp_path, pool):
     overwrite = "overwrite" in options
-    first, second = (tmp_path / "last", tmp_path / "last") if overwrite else (tmp_path / "step-1", tmp_path / "step-2")
+    first, second = (
+        (tmp_path / "last", tmp_path / "last")
+        if overwrite
+        else (tmp_path / "step-1", tmp_path / "step-2")
+    )
     lines = pool.run(save_and_die, tmp_path / "dry" / "step-1", 1.0, 0, None, **options)
     assert min(lines) > 300
     draw = random.Random(f"{options}")
@@ -111,8 +119,13 @@ def test_killed_at_random_points_a_whole_checkpoint_loads(kills, options, tmp_pa
     for kill in range(kills):
         save_checkpoint(first, net(1.0), extra={"value": 1.0}, overwrite=True)
         rank = kill % 2
-        # As many points in the last lines of rank 0, where everything is put in place, as in all others.
-        at = draw.randint(1, lines[rank]) if kill % 4 else draw.randint(lines[rank] - 150, lines[rank])
+        # As many points in the last lines of rank 0, where everything is put in place, as in all
+        # others.
+        at = (
+            draw.randint(1, lines[rank])
+            if kill % 4
+            else draw.randint(lines[rank] - 150, lines[rank])
+        )
         with pytest.raises(RankFailure, match=r"was killed by SIGKILL"):
             pool.run(save_and_die, second, 2.0, rank, at, **options)
         found = first if overwrite else latest_checkpoint(tmp_path)
@@ -121,13 +134,15 @@ def test_killed_at_random_points_a_whole_checkpoint_loads(kills, options, tmp_pa
             assert not second.exists()
         save_checkpoint(second, net(3.0), extra={"value": 3.0}, overwrite=True)
         assert value_of(second) == 3.0
-        assert not [name for name in listing(tmp_path) if name.startswith(".")], f"left behind by rank {rank} at {at}"
+        assert not [name for name in listing(tmp_path) if name.startswith(".")], (
+            f"left behind by rank {rank} at {at}"
+        )
         if not overwrite:
             shutil.rmtree(second)
     assert 1.0 in outcomes
 
 
-# --- No room, no permission -----------------------------------------------------------------------------------------
+# --- No room, no permission -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -135,7 +150,9 @@ def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 256 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
     yield disk
@@ -150,7 +167,9 @@ def save_two(root, said, async_=False):
     dist.barrier()
     options = {"async_": async_}
     with pytest.raises(CheckpointError, match=said):
-        save_checkpoint(root / "step-2", sharded(2.0, size=400), extra={"value": 2.0}, **options).wait()
+        save_checkpoint(
+            root / "step-2", sharded(2.0, size=400), extra={"value": 2.0}, **options
+        ).wait()
 
 
 @pytest.mark.parametrize("async_", [False, True])
@@ -179,7 +198,9 @@ def test_what_one_rank_meets_all_raise_with_its_reason(function, rank, tmp_path)
     if dist.get_rank() == rank:
         setattr(os, function, fails)
     try:
-        with pytest.raises(CheckpointError, match=rf"rank {rank}: OSError: .*No space left on device"):
+        with pytest.raises(
+            CheckpointError, match=rf"rank {rank}: OSError: .*No space left on device"
+        ):
             save_checkpoint(tmp_path / "step-2", sharded(2.0), extra={"value": 2.0})
     finally:
         setattr(os, function, original)
@@ -188,7 +209,7 @@ def test_what_one_rank_meets_all_raise_with_its_reason(function, rank, tmp_path)
     assert value_of(tmp_path / "step-1") == 1.0
 
 
-# --- In the background ----------------------------------------------------------------------------------------------
+# --- In the background ----------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, torch
@@ -209,14 +230,18 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
     shardkit.checkpoint.background.pending().error()
     shardkit.checkpoint.background._report_unseen()
     assert "save_checkpoint: the last checkpoint was not saved: " in caplog.text
-    with pytest.raises(CheckpointError, match=r"save_checkpoint failed \(NotADirectoryError: .*Not a directory"):
+    with pytest.raises(
+        CheckpointError, match=r"save_checkpoint failed \(NotADirectoryError: .*Not a directory"
+    ):
         shardkit.checkpoint.background.pending().wait()
     assert listing(tmp_path) == ["a"]
 
 
 @pytest.fixture
 def gate(monkeypatch) -> tuple[threading.Event, list[str], list[set[int]]]:
-    """Writing waits for the event; what began and ended is listed, and the memory that was written."""
+    """Writing waits for the event; what began and ended is listed, and the memory
+    that was written.
+    """
     opened, log, memory = threading.Event(), [], []
     original = shardkit.checkpoint.save.write_checkpoint
 
@@ -231,7 +256,9 @@ def gate(monkeypatch) -> tuple[threading.Event, list[str], list[set[int]]]:
     return opened, log, memory
 
 
-def test_saves_have_the_values_of_their_call_and_the_second_waits_for_the_first_and_uses_its_memory(tmp_path, gate):
+def test_saves_have_the_values_of_their_call_and_the_second_waits_for_the_first_and_uses_its_memory(
+    tmp_path, gate
+):
     opened, log, memory = gate
     model = net(1.0)
     handle = save_checkpoint(tmp_path / "a", model, extra={"value": 1.0}, async_=True)
@@ -240,7 +267,9 @@ def test_saves_have_the_values_of_their_call_and_the_second_waits_for_the_first_
         handle.wait(0.001)
     model.load_state_dict(net(2.0).state_dict())
     second = threading.Thread(
-        target=lambda: save_checkpoint(tmp_path / "b", model, extra={"value": 2.0}, async_=True).wait()
+        target=lambda: save_checkpoint(
+            tmp_path / "b", model, extra={"value": 2.0}, async_=True
+        ).wait()
     )
     second.start()
     second.join(0.1)
@@ -279,7 +308,9 @@ def test_collectives_of_training_and_of_the_save_do_not_mix(tmp_path):
     model = sharded(1.0)
     handles = []
     for step in range(5):
-        handles.append(save_checkpoint(tmp_path / f"step-{step}", model, extra={"value": 1.0}, async_=True))
+        handles.append(
+            save_checkpoint(tmp_path / f"step-{step}", model, extra={"value": 1.0}, async_=True)
+        )
         for _ in range(20):
             total = torch.ones(1)
             dist.all_reduce(total)
@@ -291,7 +322,9 @@ def test_collectives_of_training_and_of_the_save_do_not_mix(tmp_path):
 
 @distributed(world_size=2, backend="gloo")
 def test_a_save_whose_group_is_gone_is_a_checkpoint_error(tmp_path):
-    """As where destroy_process_group() did not wait for it; what it leaves behind goes with the next save."""
+    """As where destroy_process_group() did not wait for it; what it leaves behind goes with the
+    next save.
+    """
     original = shardkit.checkpoint.save.write_checkpoint
 
     def late(*content, **options):

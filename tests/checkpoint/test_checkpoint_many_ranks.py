@@ -1,4 +1,6 @@
-"""What one of thousands of ranks does: its calls, messages and files do not grow with the number of ranks."""
+"""What one of thousands of ranks does: its calls, messages and files do not grow with the number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ def work_of_one(ranks, path):
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2048, 3000, bias=False), nn.Linear(3000, 2048))
-    with fake_world(ranks), mock.patch.multiple(dist, all_reduce=sends, all_gather=None, broadcast=None):
+    with (
+        fake_world(ranks),
+        mock.patch.multiple(dist, all_reduce=sends, all_gather=None, broadcast=None),
+    ):
         sys.setprofile(enters)
         try:
             shard_model(model)
             clip_grad_norm_(model, 1.0)
-            with mock.patch.object(save, "sum_over_ranks", whole_files):  # the other ranks write nothing
+            # the other ranks write nothing
+            with mock.patch.object(save, "sum_over_ranks", whole_files):
                 save_checkpoint(path, model)
             load_checkpoint(path, model, verify=False)
         finally:
@@ -68,7 +74,9 @@ def test_each_file_is_opened_once_to_write_and_a_share_of_all_bytes_to_verify(tm
     model, ranks = torch.nn.ParameterList(torch.full((15,), 1.0 + n) for n in range(100)), 50
     with mock.patch.object(os, "open", wraps=os.open) as opened:
         save_checkpoint(tmp_path / "a", model)
-        written = [call.args[0].name for call in opened.mock_calls if call.args[0].suffix == ".safetensors"]
+        written = [
+            call.args[0].name for call in opened.mock_calls if call.args[0].suffix == ".safetensors"
+        ]
         file = tmp_path / "a" / "model.safetensors"
         opened.reset_mock()
         sums = [file_sums({file: file.stat().st_size}, rank, ranks) for rank in range(ranks)]

@@ -1,4 +1,6 @@
-"""What checkpoints are made of, without ranks: plain data, checksums, the states of random generators."""
+"""What checkpoints are made of, without ranks: plain data, checksums, the states of random
+generators.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from shardkit.checkpoint.random_state import random_states, restore_random
 from shardkit.checkpoint.source import pack, unpack
 from shardkit.errors import CheckpointError
 
-# --- Plain data -----------------------------------------------------------------------------------------------------
+# --- Plain data -----------------------------------------------------------------------------------
 
 ATOMS = st.one_of(
     st.none(),
@@ -28,9 +30,19 @@ ATOMS = st.one_of(
     st.text(),
     st.binary().map(os.fsdecode),  # with half surrogate pairs
     st.binary(min_size=1),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda", 3), torch.Size([2, 3])]),
+    st.sampled_from(
+        [
+            torch.float32,
+            torch.bfloat16,
+            torch.device("cpu"),
+            torch.device("cuda", 3),
+            torch.Size([2, 3]),
+        ]
+    ),
 )
-KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()), st.none(), st.just("$"))
+KEYS = st.one_of(
+    st.text(), st.integers(), st.tuples(st.integers(), st.text()), st.none(), st.just("$")
+)
 VALUES = st.recursive(
     ATOMS,
     lambda inner: st.one_of(
@@ -54,7 +66,9 @@ def same(one: object, other: object) -> bool:
     if isinstance(one, complex):
         return same(one.real, other.real) and same(one.imag, other.imag)
     if isinstance(one, dict):
-        return len(one) == len(other) and all(map(same, itertools.chain(*one.items()), itertools.chain(*other.items())))
+        return len(one) == len(other) and all(
+            map(same, itertools.chain(*one.items()), itertools.chain(*other.items()))
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
@@ -84,7 +98,10 @@ class Custom:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"a": [1, Custom()]}, "extra cannot be saved, since it holds test_checkpoint_plain.Custom. A checkpoint"),
+        (
+            {"a": [1, Custom()]},
+            "extra cannot be saved, since it holds test_checkpoint_plain.Custom. A checkpoint",
+        ),
         ({"a": {"b": lambda: 1}}, "extra cannot be saved, since it holds .*<lambda>"),
         ({(1, Custom()): 2}, "test_checkpoint_plain.Custom"),
         (holding_itself(), "extra cannot be saved, since it holds itself"),
@@ -111,7 +128,9 @@ class Halve:
     [
         lambda optimizer: SCHEDULERS.LambdaLR(optimizer, Halve()),
         lambda optimizer: SCHEDULERS.OneCycleLR(optimizer, 0.1, total_steps=9),
-        lambda optimizer: SCHEDULERS.SequentialLR(optimizer, [SCHEDULERS.LinearLR(optimizer)] * 2, milestones=[2]),
+        lambda optimizer: SCHEDULERS.SequentialLR(
+            optimizer, [SCHEDULERS.LinearLR(optimizer)] * 2, milestones=[2]
+        ),
         lambda optimizer: SCHEDULERS.MultiStepLR(optimizer, [1, 4, 4]),
         lambda optimizer: SCHEDULERS.CyclicLR(optimizer, 0.01, 0.1, cycle_momentum=False),
         lambda optimizer: SCHEDULERS.ReduceLROnPlateau(optimizer),
@@ -123,7 +142,7 @@ def test_the_state_of_torchs_schedulers_is_plain(make):
     assert same(through_json(state), state)
 
 
-# --- Random generators ----------------------------------------------------------------------------------------------
+# --- Random generators ----------------------------------------------------------------------------
 
 
 def draws() -> tuple[float, float]:

@@ -1,4 +1,6 @@
-"""Quantized optimizer state: a checkpoint holds its values, and they load as state that was never on disk."""
+"""Quantized optimizer state: a checkpoint holds its values, and they load as state that was never
+on disk.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,17 @@ MESHES = {"4": (4,), "hsdp": (2, 2), "dim 1": (4,)}
 
 
 def build(mesh: tuple[int, ...] | None = None, dim: int = 0) -> nn.Module:
-    """Shards of the first weight have whole blocks on some ranks and layouts only; those of the second on all."""
+    """Shards of the first weight have whole blocks on some ranks and layouts only; those of the
+    second on all.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(192, 129), nn.ReLU(), nn.Linear(129, 512), nn.Linear(512, 256))
     if mesh is not None:
-        place = (lambda param: Shard(1) if param.ndim == 2 and param.shape[1] == 512 else None) if dim else None
+        place = (
+            (lambda param: Shard(1) if param.ndim == 2 and param.shape[1] == 512 else None)
+            if dim
+            else None
+        )
         fully_shard(net, mesh=mesh_of(mesh), shard_placement_fn=place)
     return net
 
@@ -57,7 +65,9 @@ def step(net: nn.Module, optimizer: Any, count: int = 1) -> None:
 def held(net: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Classes and inner tensors of the state on this rank."""
     state = sharded_optimizer_state_dict(net, optimizer)["state"]
-    return {f"{fqn}/{key}": parts(value) for fqn, entry in state.items() for key, value in entry.items()}
+    return {
+        f"{fqn}/{key}": parts(value) for fqn, entry in state.items() for key, value in entry.items()
+    }
 
 
 @distributed(world_size=2, backend="gloo")
@@ -73,7 +83,9 @@ def save_on_2(path):
 
 
 def check_load(path, name, mesh=None, dim=0, used=False):
-    """From disk and from memory, which other tests compare with torchao's own calls, the state is the same."""
+    """From disk and from memory, which other tests compare with torchao's own calls, the state is
+    the same.
+    """
     net = build(mesh, dim)
     optimizer, twin = make_optimizer(name, net), make_optimizer(name, net)
     if used:

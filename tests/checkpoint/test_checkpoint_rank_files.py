@@ -1,4 +1,6 @@
-"""Files that each rank wrote with torch.save load into any world: verl's layout, FSDP1's sharded and local state."""
+"""Files that each rank wrote with torch.save load into any world: verl's layout, FSDP1's sharded
+and local state.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from shardkit.testing import distributed
 
 @distributed(world_size=2, backend="gloo")
 def write(folder):
-    """As verl's checkpoint manager, of FSDP2 and FSDP1; FSDP1's optimizer also by name; and local state."""
+    """As verl's checkpoint manager, of FSDP2 and FSDP1; FSDP1's optimizer also by name; and local
+    state.
+    """
     warnings.simplefilter("ignore", FutureWarning)
     model = build()
     for module in [*model.blocks, model]:
@@ -42,12 +46,19 @@ def write(folder):
         model, tag = wrapped(0, use_orig_params), f"fsdp1-{use_orig_params}"
         optimizer = train(model)
         sharded = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *sharded):
+        with FullyShardedDataParallel.state_dict_type(
+            model, StateDictType.SHARDED_STATE_DICT, *sharded
+        ):
             verl(folder / tag, model.state_dict(), optimizer.state_dict())
             by_name = FullyShardedDataParallel.optim_state_dict(model, optimizer)
             verl(folder / f"{tag}-by-name", model.state_dict(), by_name)
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()):
-            save(model.state_dict(), folder / f"local-{use_orig_params}" / f"checkpoint_rank{dist.get_rank()}.pt")
+        with FullyShardedDataParallel.state_dict_type(
+            model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()
+        ):
+            save(
+                model.state_dict(),
+                folder / f"local-{use_orig_params}" / f"checkpoint_rank{dist.get_rank()}.pt",
+            )
     dist.barrier()
 
 
@@ -55,7 +66,10 @@ def verl(folder: Path, model: dict[str, Any], optimizer: dict[str, Any]) -> None
     suffix = f"world_size_2_rank_{dist.get_rank()}.pt"
     save(model, folder / f"model_{suffix}")
     save(optimizer, folder / f"optim_{suffix}")
-    save({"lr_scheduler": None, "rng": {"cpu": torch.get_rng_state()}}, folder / f"extra_state_{suffix}")
+    save(
+        {"lr_scheduler": None, "rng": {"cpu": torch.get_rng_state()}},
+        folder / f"extra_state_{suffix}",
+    )
 
 
 def save(tree: Any, file: Path) -> None:
@@ -80,7 +94,9 @@ def check(path: Path, with_optimizer: bool = True) -> None:
     load_checkpoint(path, model, optimizer if with_optimizer else None)
     assert_same(dict(full_state_dict(model)), dict(expected["model"]))
     if with_optimizer:
-        assert_same(full_optimizer_state_dict(model, optimizer)["state"], expected["optimizer"]["state"])
+        assert_same(
+            full_optimizer_state_dict(model, optimizer)["state"], expected["optimizer"]["state"]
+        )
 
 
 @pytest.mark.parametrize("kind", ["fsdp1-True", "fsdp1-False", "local-True", "local-False"])
@@ -97,7 +113,10 @@ def loads_on_a_two_dimensional_mesh(folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     for kind in ALL:
         load_checkpoint(folder / kind, model, optimizer)
-        got = {"model": full_state_dict(model), "optimizer": full_optimizer_state_dict(model, optimizer)}
+        got = {
+            "model": full_state_dict(model),
+            "optimizer": full_optimizer_state_dict(model, optimizer),
+        }
         if dist.get_rank() == 0:
             assert_same(dict(got["model"]), dict(expected["model"]))
             assert_same(got["optimizer"]["state"], expected["optimizer"]["state"])
@@ -117,14 +136,17 @@ def test_another_world_and_mesh(written):
 def test_converts(written, tmp_path, capsys):
     assert main(["convert", str(written / "fsdp1-True-by-name"), str(tmp_path / "c")]) == 0
     check(tmp_path / "c")
-    # One file stands for its set: the model without the optimizer, whose numbers only a model explains.
+    # One file stands for its set: the model without the optimizer, whose numbers only a model
+    # explains.
     convert_checkpoint(written / "fsdp2" / "model_world_size_2_rank_1.pt", tmp_path / "model.pt")
     check(tmp_path / "model.pt", with_optimizer=False)
 
 
 def test_what_only_the_model_knows_is_said(written, tmp_path):
     for kind in ("local-True", "local-False"):
-        with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*Load it with load_checkpoint"):
+        with pytest.raises(
+            CheckpointError, match=r"LOCAL_STATE_DICT.*Load it with load_checkpoint"
+        ):
             convert_checkpoint(written / kind, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"differs between ranks.*optimizer of FSDP1 by name"):
         convert_checkpoint(written / "fsdp1-True", tmp_path / "c")
@@ -132,7 +154,9 @@ def test_what_only_the_model_knows_is_said(written, tmp_path):
     with pytest.raises(CheckpointError, match=r"differs between ranks.*optimizer of FSDP1 by name"):
         load_checkpoint(written / "fsdp1-False", model, torch.optim.AdamW(model.parameters()))
     model.head = torch.nn.Linear(6, 5)
-    with pytest.raises(CheckpointError, match=r"head\.weight, head\.bias has 21 elements in the files, and 35 here"):
+    with pytest.raises(
+        CheckpointError, match=r"head\.weight, head\.bias has 21 elements in the files, and 35 here"
+    ):
         load_checkpoint(written / "local-False", model)
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,6 @@
-"""save_checkpoint and load_checkpoint on ranks: into the same world, into others, and what is refused together."""
+"""save_checkpoint and load_checkpoint on ranks: into the same world, into others, and what is
+refused together.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_net import build, is_first, train, whole
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 from trees import assert_same
 
-from shardkit.checkpoint import convert_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint, save_pretrained
+from shardkit.checkpoint import (
+    convert_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    save_pretrained,
+)
 from shardkit.checkpoint.format import find_tensors as locate
 from shardkit.errors import CheckpointError, ShardkitError
 from shardkit.testing import distributed
@@ -25,11 +37,15 @@ FORMATS = ["safetensors"]
 MESHES = {"fsdp": (4,), "hsdp": (2, 2), "ddp-like": (4, 1)}
 
 
-def save_trained(path: Path, shape: tuple[int, ...] | None, format: str, async_: bool = False) -> None:
+def save_trained(
+    path: Path, shape: tuple[int, ...] | None, format: str, async_: bool = False
+) -> None:
     """Train, save, and leave beside it what a load must give, and how training goes on."""
     state = build(shape)
     train(*state)
-    handle = save_checkpoint(path, *state, extra={"step": 2, "tokens": torch.arange(3)}, async_=async_)
+    handle = save_checkpoint(
+        path, *state, extra={"step": 2, "tokens": torch.arange(3)}, async_=async_
+    )
     at_save = whole(*state)
     losses = train(*state, steps=3)
     handle.wait()
@@ -39,7 +55,9 @@ def save_trained(path: Path, shape: tuple[int, ...] | None, format: str, async_:
 
 
 def load_and_compare(path: Path, shape: tuple[int, ...] | None, goes_on: bool = False) -> None:
-    """Load into what differs in every value, and compare; where the arithmetic is the same, train on too."""
+    """Load into what differs in every value, and compare; where the arithmetic is the same, train
+    on too.
+    """
     expected = torch.load(f"{path}.expected", weights_only=False)
     state = build(shape, seed=1, lr=0.5)
     if goes_on:  # also into an optimizer that has stepped
@@ -57,7 +75,9 @@ def load_and_compare(path: Path, shape: tuple[int, ...] | None, goes_on: bool = 
 
 
 save_on_4 = distributed(world_size=4, backend="gloo")(save_trained)
-load_on_2, load_on_3, load_on_4 = (distributed(world_size=n, backend="gloo")(load_and_compare) for n in (2, 3, 4))
+load_on_2, load_on_3, load_on_4 = (
+    distributed(world_size=n, backend="gloo")(load_and_compare) for n in (2, 3, 4)
+)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +93,9 @@ def test_training_goes_on_bit_for_bit(mesh, format, async_, tmp_path):
     save_on_4(tmp_path / "step-2", MESHES[mesh], format, async_)
     load_on_4(tmp_path / "step-2", MESHES[mesh], goes_on=True)
     if format == "safetensors":  # what is tied is written once
-        assert {"embed.weight", "head.weight"} & set(locate(tmp_path / "step-2")) == {"embed.weight"}
+        assert {"embed.weight", "head.weight"} & set(locate(tmp_path / "step-2")) == {
+            "embed.weight"
+        }
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-2", "step-2.expected"]
 
 
@@ -95,7 +117,7 @@ def test_from_one_rank(tmp_path):
     load_on_3(tmp_path / "from-1", (3,))
 
 
-# --- DCP, both ways -------------------------------------------------------------------------------------------------
+# --- DCP, both ways -------------------------------------------------------------------------------
 
 
 @distributed(world_size=4, backend="gloo")
@@ -112,10 +134,13 @@ def test_plain_dcp_code_reads_what_we_write_and_we_read_what_it_writes(tmp_path)
     other = build((2, 2), seed=1)
     optimizer_state = get_optimizer_state_dict(other[0], other[1])
     del optimizer_state["state"]["unused"]
-    # torch's load raises for state that a parameter without gradient never had, so such code has to leave it out.
+    # torch's load raises for state that a parameter without gradient never had, so such code has to
+    # leave it out.
     tree = {"model": tensors(other[0]), "optimizer": optimizer_state}
     dcp.load(tree, checkpoint_id=tmp_path / "ours")
-    set_optimizer_state_dict(other[0], other[1], tree["optimizer"], options=StateDictOptions(strict=False))
+    set_optimizer_state_dict(
+        other[0], other[1], tree["optimizer"], options=StateDictOptions(strict=False)
+    )
     assert_same_training(whole(*other), expected)
     another = build((2, 2), seed=2)
     with pytest.raises(CheckpointError, match="- missing: _extra_state"):
@@ -125,7 +150,9 @@ def test_plain_dcp_code_reads_what_we_write_and_we_read_what_it_writes(tmp_path)
 
 
 def tensors(net):
-    return {name: value for name, value in net.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value for name, value in net.state_dict().items() if isinstance(value, torch.Tensor)
+    }
 
 
 def assert_same_training(got, expected):
@@ -133,10 +160,13 @@ def assert_same_training(got, expected):
         assert_same(got["model"], expected["model"])
         for name, entries in expected["optimizer"]["state"].items():
             assert_same(got["optimizer"]["state"][name], entries, name)
-        assert_same(got["optimizer"]["param_groups"][0]["lr"], expected["optimizer"]["param_groups"][0]["lr"])
+        assert_same(
+            got["optimizer"]["param_groups"][0]["lr"],
+            expected["optimizer"]["param_groups"][0]["lr"],
+        )
 
 
-# --- What is refused, together, with nothing changed ----------------------------------------------------------------
+# --- What is refused, together, with nothing changed ----------------------------------------------
 
 
 def flip(file: Path, at: int) -> None:
@@ -178,7 +208,9 @@ def test_what_does_not_fit_is_listed_at_once(tmp_path):
     path = tmp_path / "a"
     save_checkpoint(path, *state)
     one = torch.optim.AdamW([state[0].gain])
-    with pytest.raises(CheckpointError, match=r"optimizer.* 10 unexpected[^$]*- unexpected: embed\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer.* 10 unexpected[^$]*- unexpected: embed\.weight"
+    ):
         load_checkpoint(path, state[0], one)
     assert not one.state
     load_checkpoint(path, state[0], one, strict=False)
@@ -198,14 +230,24 @@ def test_what_does_not_fit_is_listed_at_once(tmp_path):
 def test_ranks_that_mean_different_things_all_raise(tmp_path):
     state = build((4,))
     rank = dist.get_rank()
-    with pytest.raises(CheckpointError, match=r"ranks 1, 2, 3 differ from rank 0 in path \(.*rank-1 instead"):
+    with pytest.raises(
+        CheckpointError, match=r"ranks 1, 2, 3 differ from rank 0 in path \(.*rank-1 instead"
+    ):
         save_checkpoint(tmp_path / f"rank-{rank}", *state)
-    with pytest.raises(CheckpointError, match=r"extra cannot be saved, since it holds checkpoint_net\.is_first"):
+    with pytest.raises(
+        CheckpointError, match=r"extra cannot be saved, since it holds checkpoint_net\.is_first"
+    ):
         save_checkpoint(tmp_path / "a", *state, extra=[1, is_first if rank == 2 else 0])
-    for call in (save_checkpoint, load_checkpoint, lambda path, model, _: save_pretrained(model, path)):
+    for call in (
+        save_checkpoint,
+        load_checkpoint,
+        lambda path, model, _: save_pretrained(model, path),
+    ):
         with pytest.raises(ShardkitError, match=r"^model must be an nn\.Module, got AdamW"):
             call(tmp_path, *state[1::-1])
-    with pytest.raises(ShardkitError, match=r"^optimizer must be .*, got LambdaLR\. Pass the model first"):
+    with pytest.raises(
+        ShardkitError, match=r"^optimizer must be .*, got LambdaLR\. Pass the model first"
+    ):
         save_checkpoint(tmp_path, state[0], state[2])
     assert not any(tmp_path.iterdir())
 
@@ -234,7 +276,8 @@ def test_a_save_exchanges_three_times_and_flushes_each_file_and_two_directories(
     train(*state)
     with mock.patch.object(os, "fsync", wraps=os.fsync) as fsync, CommDebugMode() as comms:
         save_checkpoint(tmp_path / "a", *state, extra={"step": 1})
-    assert comms.get_total_counts() == 6  # a digest, the reports with their lengths, and that all is well
+    # a digest, the reports with their lengths, and that all is well
+    assert comms.get_total_counts() == 6
     assert fsync.call_count == (6 if is_first() else 2)
 
 
@@ -242,7 +285,9 @@ def test_a_save_exchanges_three_times_and_flushes_each_file_and_two_directories(
 def test_keep_rotates_on_rank_0(tmp_path):
     state = build((2,))
     for step in range(4):
-        save_checkpoint(tmp_path / f"step-{step}", *state, extra=step, keep=2, async_=step % 2 == 1).wait()
+        save_checkpoint(
+            tmp_path / f"step-{step}", *state, extra=step, keep=2, async_=step % 2 == 1
+        ).wait()
         assert latest_checkpoint(tmp_path) == tmp_path / f"step-{step}"
         dist.barrier()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-2", "step-3"]
@@ -261,7 +306,8 @@ def test_names_can_be_mapped_for_model_and_optimizer(tmp_path):
     load_checkpoint(tmp_path / "a", other[0], other[1], key_map=[(r"^narrow\.", "renamed.")])
     assert torch.equal(other[0].renamed.weight.to_local(), state[0].narrow.weight.to_local())
     moment, expected = (
-        s[1].state[p]["exp_avg"] for s, p in ((other, other[0].renamed.weight), (state, state[0].narrow.weight))
+        s[1].state[p]["exp_avg"]
+        for s, p in ((other, other[0].renamed.weight), (state, state[0].narrow.weight))
     )
     assert torch.equal(moment.to_local(), expected.to_local())
     assert expected.full_tensor().abs().sum() > 0

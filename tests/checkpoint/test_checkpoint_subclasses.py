@@ -25,7 +25,9 @@ WIDTH = {256: 256, 129: 192}
 
 
 def build(kind: str, seed: int = 0, mesh: bool = True) -> nn.Module:
-    """Linears of 129 rows where shards may be uneven, so that blocks fit one rank and not the other."""
+    """Linears of 129 rows where shards may be uneven, so that blocks fit one rank and not the
+    other.
+    """
     torch.manual_seed(seed)
     rows = 256 if kind in ("nf4", "int8") else 129
     net = nn.Sequential(nn.Linear(WIDTH[rows], rows), nn.ReLU(), nn.Linear(rows, 512))
@@ -40,7 +42,9 @@ def build(kind: str, seed: int = 0, mesh: bool = True) -> nn.Module:
 def to_float8(net: nn.Module) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
+    convert_to_float8_training(
+        net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    )
 
 
 def to_nf4(net: nn.Module) -> None:
@@ -71,7 +75,10 @@ def parts(tensor: Tensor) -> dict[str, Any]:
     if not hasattr(tensor, "__tensor_flatten__"):
         return {"": tensor.clone()}
     names = tensor.__tensor_flatten__()[0]
-    return {"class": type(tensor).__name__, **{name: getattr(tensor, name).clone() for name in names}}
+    return {
+        "class": type(tensor).__name__,
+        **{name: getattr(tensor, name).clone() for name in names},
+    }
 
 
 def weights(net: nn.Module) -> dict[str, Any]:
@@ -95,14 +102,18 @@ def test_float8_weights_come_back_bit_for_bit(format, tmp_path):
 @distributed(world_size=2, backend="gloo")
 def test_quantized_weights_are_refused_by_name_and_what_trains_is_saved(kind, tmp_path):
     net = build(kind)
-    with pytest.raises(CheckpointError, match=r"of a subclass: 0\.weight \(\w+\), 2\.weight.*trainable_only=True"):
+    with pytest.raises(
+        CheckpointError, match=r"of a subclass: 0\.weight \(\w+\), 2\.weight.*trainable_only=True"
+    ):
         save_checkpoint(tmp_path / "c", net)
     assert not (tmp_path / "c").exists()
     save_checkpoint(tmp_path / "c", net, trainable_only=True)
     other = build(kind, seed=1)
     load_checkpoint(tmp_path / "c", other)
     assert_same(local(other[0].bias), local(net[0].bias))
-    save_checkpoint(tmp_path / "plain", nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 512)))
+    save_checkpoint(
+        tmp_path / "plain", nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 512))
+    )
     with pytest.raises(CheckpointError, match=r"of a subclass: 0\.weight"):
         load_checkpoint(tmp_path / "plain", other)
 
@@ -119,14 +130,18 @@ def test_float8_weights_are_plain_in_the_file(tmp_path):
         name: (tensor.dtype, tensor.shape) for name, tensor in plain.state_dict().items()
     }
     load_checkpoint(tmp_path / "c", plain)
-    assert_same({name: {"": w.get("_tensor", w.get(""))} for name, w in weights(net).items()}, weights(plain))
+    assert_same(
+        {name: {"": w.get("_tensor", w.get(""))} for name, w in weights(net).items()},
+        weights(plain),
+    )
     for dtype in (None, torch.bfloat16):
         other = build("float8", seed=1)
         load_pretrained(other, tmp_path / "c", dtype=dtype)
         assert_same(weights(other), weights(net.to(dtype) if dtype else net))
 
 
-@pytest.mark.filterwarnings("ignore:The argument .device. of Tensor.is_pinned:DeprecationWarning")  # of torchao
+# of torchao
+@pytest.mark.filterwarnings("ignore:The argument .device. of Tensor.is_pinned:DeprecationWarning")
 @pytest.mark.parametrize("way", ["recorded", "load_pretrained"])
 def test_float8_weights_from_meta_stay_what_they_are(way, tmp_path):
     expected = build("float8", mesh=False)
@@ -164,7 +179,11 @@ class Adapted(nn.Module):
 def quantized(kind: str, seed: int = 0) -> Adapted:
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(seed)
-    base = bnb.nn.Linear4bit(64, 64) if kind == "4bit" else bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+    base = (
+        bnb.nn.Linear4bit(64, 64)
+        if kind == "4bit"
+        else bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+    )
     return Adapted(base.requires_grad_(False)).to("cpu")
 
 

@@ -1,4 +1,6 @@
-"""Saving what trains, freezing that changes, ties that a file does not have, and state before the first step."""
+"""Saving what trains, freezing that changes, ties that a file does not have, and state before the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trees import assert_same
 
-from shardkit.checkpoint import convert_checkpoint, load_checkpoint, load_pretrained, save_checkpoint
+from shardkit.checkpoint import (
+    convert_checkpoint,
+    load_checkpoint,
+    load_pretrained,
+    save_checkpoint,
+)
 from shardkit.errors import CheckpointError, ShardkitError
 from shardkit.optim import step_on_local_shards
 from shardkit.state import (
@@ -123,7 +130,9 @@ def test_freezing_that_changed_is_one_error_or_left_alone(trainable_only, tmp_pa
     assert not resumed.state
     load_checkpoint(tmp_path / "c", thawed, resumed, strict=False)
     assert torch.equal(thawed[0].base.weight, before if trainable_only else net[0].base.weight)
-    assert torch.equal(resumed.state[thawed[0].up.weight]["exp_avg"], optimizer.state[net[0].up.weight]["exp_avg"])
+    assert torch.equal(
+        resumed.state[thawed[0].up.weight]["exp_avg"], optimizer.state[net[0].up.weight]["exp_avg"]
+    )
     assert not resumed.state.get(thawed[0].base.weight)
     step(thawed, resumed)
 
@@ -157,10 +166,16 @@ def test_an_untied_file_in_a_tied_model_is_reported(tmp_path):
         fully_shard(net, mesh=mesh_of((2,)))
         load(net, tmp_path / "same") if load is load_pretrained else load(tmp_path / "same", net)
         before = whole(net)
-        with pytest.raises(CheckpointError, match=r"head\.weight differs from embed\.weight|1 of 2 ranks failed"):
-            load(net, tmp_path / "differs") if load is load_pretrained else load(tmp_path / "differs", net)
+        with pytest.raises(
+            CheckpointError, match=r"head\.weight differs from embed\.weight|1 of 2 ranks failed"
+        ):
+            load(net, tmp_path / "differs") if load is load_pretrained else load(
+                tmp_path / "differs", net
+            )
         assert_same(whole(net), before)
-        arguments = (net, tmp_path / "differs") if load is load_pretrained else (tmp_path / "differs", net)
+        arguments = (
+            (net, tmp_path / "differs") if load is load_pretrained else (tmp_path / "differs", net)
+        )
         load(*arguments, strict=False)
         assert torch.equal(whole(net)["model"]["embed.weight"], untied.embed.weight)
 
@@ -175,7 +190,10 @@ def test_dcp_restores_an_optimizer_that_has_not_stepped(local, tmp_path):
     optimizer = make(net)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
     step(net, optimizer)
-    dcp.save({"optimizer": sharded_optimizer_state_dict(net, optimizer)}, checkpoint_id=str(tmp_path / "c"))
+    dcp.save(
+        {"optimizer": sharded_optimizer_state_dict(net, optimizer)},
+        checkpoint_id=str(tmp_path / "c"),
+    )
 
     fresh = build()
     resumed = make(fresh)
@@ -195,7 +213,10 @@ def test_dcp_restores_an_optimizer_that_has_not_stepped(local, tmp_path):
     names = sharded_optimizer_state_dict(net, optimizer)["state"].keys()
     assert names == sharded_optimizer_state_dict(fresh, resumed)["state"].keys()
     assert len(names) == 12
-    got, expected = whole(fresh, resumed)["optimizer"]["state"], whole(net, optimizer)["optimizer"]["state"]
+    got, expected = (
+        whole(fresh, resumed)["optimizer"]["state"],
+        whole(net, optimizer)["optimizer"]["state"],
+    )
     assert_same(got, expected)
 
 

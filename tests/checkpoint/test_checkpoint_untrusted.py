@@ -1,4 +1,6 @@
-"""Checkpoints that someone made or changed on purpose: one CheckpointError, nothing run, the model unchanged."""
+"""Checkpoints that someone made or changed on purpose: one CheckpointError, nothing run, the model
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class OfPython311(pickle.Pickler):
     """Pickles members of enums by ``getattr``, as Python 3.11.0 to 3.11.3 do."""
 
     def reducer_override(self, found):
-        return (getattr, (type(found), found.name)) if isinstance(found, enum.Enum) else NotImplemented
+        return (
+            (getattr, (type(found), found.name)) if isinstance(found, enum.Enum) else NotImplemented
+        )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
@@ -74,7 +78,10 @@ def test_code_in_the_metadata_of_dcp_never_runs(tmp_path):
     path, mark = dcp_directory(tmp_path / "a"), tmp_path / "mark"
     load_checkpoint(path, net())
     whole = (path / ".metadata").read_bytes()
-    for place in (lambda found: found.__setattr__("planner_data", Runs(mark)), lambda _: Runs(mark)):
+    for place in (
+        lambda found: found.__setattr__("planner_data", Runs(mark)),
+        lambda _: Runs(mark),
+    ):
         (path / ".metadata").write_bytes(whole)
         change_metadata(path, place)
         refused(path, r"\.metadata has a pickled (os|posix)\.mkdir.*weights_only=False")
@@ -85,7 +92,11 @@ def test_code_in_the_metadata_of_dcp_never_runs(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_what_is_pickled_beside_tensors_is_not_read(tmp_path):
-    dcp.save({"model": dict(net().state_dict()), "seen": Path("x")}, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save(
+        {"model": dict(net().state_dict()), "seen": Path("x")},
+        checkpoint_id=tmp_path / "a",
+        no_dist=True,
+    )
     load_checkpoint(tmp_path / "a", net())
     torch.save({"model": net().state_dict(), "run": Runs(tmp_path / "mark")}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", "weights_only=False")
@@ -134,7 +145,7 @@ def test_metadata_that_does_not_fit_is_one_error(change, tmp_path):
     refused(path, r"cannot be read|is damaged|has no file of the name")
 
 
-# ---- manifests --------------------------------------------------------------------------------------------------
+# ---- manifests -----------------------------------------------------------------------------------
 
 
 def rewrite(path: Path, change) -> None:

@@ -1,4 +1,6 @@
-"""The hub's own layout, read and written by ranks: what transformers fuses, splits, renames and permutes."""
+"""The hub's own layout, read and written by ranks: what transformers fuses, splits, renames and
+permutes.
+"""
 
 import copy
 import json
@@ -24,7 +26,14 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import PermuteForRope, WeightConverter
 
-from shardkit import full_state_dict, init_on_meta, load_pretrained, save_checkpoint, save_pretrained, shard_model
+from shardkit import (
+    full_state_dict,
+    init_on_meta,
+    load_pretrained,
+    save_checkpoint,
+    save_pretrained,
+    shard_model,
+)
 from shardkit.checkpoint import byte_ranges, convert_checkpoint, named_full_tensors
 from shardkit.checkpoint.byte_ranges import part_of, staged
 from shardkit.errors import CheckpointError, ShardkitError
@@ -33,7 +42,11 @@ from shardkit.testing import distributed
 
 def files_of(directory) -> dict[str, torch.Tensor]:
     names = [name for name in sorted(os.listdir(directory)) if name.endswith(".safetensors")]
-    return {name: tensor for file in names for name, tensor in load_file(os.path.join(directory, file)).items()}
+    return {
+        name: tensor
+        for file in names
+        for name, tensor in load_file(os.path.join(directory, file)).items()
+    }
 
 
 def assert_equal(got, wanted) -> None:
@@ -47,13 +60,15 @@ def is_fused(parameter: nn.Parameter) -> bool:
     return parameter.ndim == 3 and parameter.shape[1] > 1
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_size=2, backend="gloo")
 def test_reads_and_writes_what_save_pretrained_writes(name, tmp_path):
-    """Into a model with values, one on meta, and one whose experts are sharded on their second dim."""
+    """Into a model with values, one on meta, and one whose experts are sharded on
+    their second dim.
+    """
     mesh, plain = mesh_of((2,)), made(name, 1)
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     plain.save_pretrained(theirs)  # of ranks the first alone writes
@@ -65,7 +80,9 @@ def test_reads_and_writes_what_save_pretrained_writes(name, tmp_path):
     with init_on_meta():
         empty = made(name, 2)
     shard_model(empty, mesh=mesh)
-    across = fully_shard(made(name, 2), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if is_fused(p) else None)
+    across = fully_shard(
+        made(name, 2), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if is_fused(p) else None
+    )
     for each in (model, empty, across):
         load_pretrained(each, theirs)
         assert_equal(full_state_dict(each, rank0_only=False), wanted)
@@ -85,10 +102,13 @@ def test_reads_and_writes_what_save_pretrained_writes(name, tmp_path):
 
 @distributed(world_size=2, backend="gloo")
 def test_permuted_weights_pass_through_memory_whole(tmp_path):
-    """A conversion that is more than moving boxes: exact both ways; reads of the others stay partial."""
+    """A conversion that is more than moving boxes: exact both ways; reads of the others stay
+    partial.
+    """
     plain = made("mixtral", 1)
     operation = PermuteForRope()
-    operation.permute_layer_names = ["q_proj"]  # transformers 5.20, the newest for Python 3.10, needs to be told
+    # transformers 5.20, the newest for Python 3.10, needs to be told
+    operation.permute_layer_names = ["q_proj"]
     permute = WeightConverter(["self_attn.q_proj.weight"], ["self_attn.q_proj.weight"], [operation])
     plain._weight_conversions = [permute]
     model = shard_model(made("mixtral", 1), mesh=mesh_of((2,)))
@@ -104,13 +124,18 @@ def test_permuted_weights_pass_through_memory_whole(tmp_path):
 @distributed(world_size=2, backend="gloo")
 def test_adapters_are_saved_as_peft_saves_them(tmp_path):
     mesh = mesh_of((2,))
-    model = get_peft_model(made("llama", 3), LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        made("llama", 3), LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+    )
     theirs = tmp_path / "theirs"
     model.save_pretrained(theirs, is_main_process=mesh.get_rank() == 0)
     shard_model(model, mesh=mesh)
     save_pretrained(model, tmp_path / "ours")
     assert_equal(files_of(tmp_path / "ours"), files_of(theirs))
-    configs = [json.loads((path / "adapter_config.json").read_text()) for path in (theirs, tmp_path / "ours")]
+    configs = [
+        json.loads((path / "adapter_config.json").read_text())
+        for path in (theirs, tmp_path / "ours")
+    ]
     for config in configs:
         config["target_modules"].sort()  # a set in peft
     assert configs[0] == configs[1]
@@ -129,7 +154,11 @@ def test_each_rank_reads_its_own_experts_alone(tmp_path):
     model = shard_model(MixtralForCausalLM(MixtralConfig(**TEXT, num_local_experts=4)), mesh=mesh)
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byte_ranges, "staged", lambda part, dtype: seen.append(part[0].nbytes) or staged(part, dtype))
+        patch.setattr(
+            byte_ranges,
+            "staged",
+            lambda part, dtype: seen.append(part[0].nbytes) or staged(part, dtype),
+        )
         load_pretrained(model, theirs)
     assert sum(seen) == sum(part_of(parameter)[0].nbytes for parameter in model.parameters())
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -145,8 +174,12 @@ def test_errors_are_the_same_on_every_rank_and_leave_what_was_there(tmp_path):
     cases = {
         "got Sequential": lambda: save_pretrained(plain, tmp_path / "new"),
         "pass overwrite=True": lambda: save_pretrained(model, tmp_path / "hub"),
-        "must not be a checkpoint": lambda: save_pretrained(model, tmp_path / "checkpoint", overwrite=True),
-        "differs from rank 0 in path": lambda: save_pretrained(model, tmp_path / f"new{mesh_of((2,)).get_rank()}"),
+        "must not be a checkpoint": lambda: save_pretrained(
+            model, tmp_path / "checkpoint", overwrite=True
+        ),
+        "differs from rank 0 in path": lambda: save_pretrained(
+            model, tmp_path / f"new{mesh_of((2,)).get_rank()}"
+        ),
     }
     for said, call in cases.items():
         with pytest.raises(CheckpointError, match=said):
@@ -203,7 +236,8 @@ class Engine:
 
     def update(self, bucket) -> None:
         for name, tensor in bucket.items():
-            self.weights[name].copy_(tensor)  # KeyError of another name, RuntimeError of another shape
+            # KeyError of another name, RuntimeError of another shape
+            self.weights[name].copy_(tensor)
             self.missing.discard(name)
 
 
@@ -221,8 +255,15 @@ class Host(NamedTuple):
 @distributed(world_size=4, backend="gloo")
 def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
     """Two ranks train, and two are an engine that has other weights."""
-    rank, page = dist.get_rank(), (Path(__file__).parents[2] / "docs" / "saving-and-loading.md").read_text()
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "put(bucket" in block]
+    rank, page = (
+        dist.get_rank(),
+        (Path(__file__).parents[2] / "docs" / "saving-and-loading.md").read_text(),
+    )
+    blocks = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "put(bucket" in block
+    ]
     names: dict[str, Any] = {"torch": torch, "dist": dist, "named_full_tensors": named_full_tensors}
     exec(blocks[0], names)
     exec(blocks[1].replace("[0, 3]", "[0, 2, 3]").replace("send(model", "()  # "), names)
@@ -236,7 +277,11 @@ def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
         model = shard_model(made(name, 1), mesh=mesh)
         names["send"](model, names["put"], 20_000)
         exec(blocks[2], names)
-        names["send"](model, partial(names["put"], engine=Host(names["to_engine"]), file=tmp_path / "bucket"), 20_000)
+        names["send"](
+            model,
+            partial(names["put"], engine=Host(names["to_engine"]), file=tmp_path / "bucket"),
+            20_000,
+        )
         return
     engine, buckets = Engine(tmp_path / "other"), list(names["receive"]())
     largest = max(tensor.nbytes for tensor in engine.weights.values())
@@ -247,12 +292,15 @@ def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
         dist.barrier(names["to_engine"])
         engine.update(bucket)
     assert not engine.missing
-    assert_equal({name: tensor.bfloat16() for name, tensor in engine.weights.items()}, files_of(tmp_path / "wanted"))
+    assert_equal(
+        {name: tensor.bfloat16() for name, tensor in engine.weights.items()},
+        files_of(tmp_path / "wanted"),
+    )
     with pytest.raises(KeyError):
         engine.update(plain.state_dict())
 
 
-# ---- one process: what is beside the weights -------------------------------------------------------------------
+# ---- one process: what is beside the weights -----------------------------------------------------
 
 
 def test_a_plain_model_and_what_is_beside_it(tmp_path):
@@ -272,9 +320,14 @@ def test_a_plain_model_and_what_is_beside_it(tmp_path):
 def test_float8_weights_with_scales_are_refused(strict, tmp_path):
     model = made("llama", 3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    tensors = {name: value.to(torch.float8_e4m3fn) for name, value in before.items() if "q_proj" in name}
+    tensors = {
+        name: value.to(torch.float8_e4m3fn) for name, value in before.items() if "q_proj" in name
+    }
     scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in tensors}
-    save_file({**before, **tensors, **scales, "lm_head.weight": torch.ones(1)}, tmp_path / "fp8.safetensors")
+    save_file(
+        {**before, **tensors, **scales, "lm_head.weight": torch.ones(1)},
+        tmp_path / "fp8.safetensors",
+    )
     with pytest.raises(CheckpointError, match=r"float8 weights with scales: .*q_proj\.weight"):
         load_pretrained(model, tmp_path / "fp8.safetensors", strict=strict)
     assert_equal(model.state_dict(), before)

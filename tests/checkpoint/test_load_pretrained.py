@@ -24,7 +24,9 @@ MESHES = {"fsdp": (4,), "hsdp": (2, 2)}
 
 
 class Net(nn.Module):
-    """Ties, uneven dims, buffers of both kinds, a frozen and a half-precision parameter, an integer buffer."""
+    """Ties, uneven dims, buffers of both kinds, a frozen and a half-precision parameter, an integer
+    buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ def written(directory, seed: int = 0) -> tuple[str, dict[str, torch.Tensor]]:
     return path, tensors
 
 
-# ---- models of every kind -------------------------------------------------------------------------------------
+# ---- models of every kind ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -93,7 +95,8 @@ def test_into_a_sharded_model(mesh, tmp_path):
     noise = model.noise.clone()
     with CommDebugMode() as comms:
         assert load_pretrained(model, path) == ([], [])
-    assert comms.get_total_counts() <= 5 * len(MESHES[mesh]), comms.get_comm_counts()  # of a flag or a digest each
+    # of a flag or a digest each
+    assert comms.get_total_counts() <= 5 * len(MESHES[mesh]), comms.get_comm_counts()
     assert_holds(state_of(model), whole)
     assert {name: id(each) for name, each in model.state_dict(keep_vars=True).items()} == before
     assert torch.equal(model.noise, noise)
@@ -115,12 +118,19 @@ def test_into_a_meta_model(mesh, how, tmp_path):
     torch.manual_seed(3)
     with init_on_meta():
         model = Net()
-    sharded(model, mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}))
+    sharded(
+        model,
+        mesh,
+        **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}),
+    )
     before = {name: id(each) for name, each in model.named_parameters()}
     dtype = torch.bfloat16 if how == "converted" else None
     load_pretrained(model, path, dtype=dtype)
     assert {name: id(each) for name, each in model.named_parameters()} == before
-    wanted = {name: each.to(dtype) if dtype and each.is_floating_point() else each for name, each in whole.items()}
+    wanted = {
+        name: each.to(dtype) if dtype and each.is_floating_point() else each
+        for name, each in whole.items()
+    }
     assert_holds(state_of(model), wanted)
     for name in ("frequencies", "noise"):  # what the construction made, also where that was random
         assert torch.equal(model.get_buffer(name), expected.get_buffer(name))
@@ -151,17 +161,25 @@ def test_wrappers_are_no_part_of_names(tmp_path):
     model.add_module("_orig_mod", TpBlock())  # as torch.compile wraps
     assert all(name.startswith("_orig_mod.") for name in model.state_dict())
     load_pretrained(model, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True)
+    )
 
 
-# ---- Hugging Face, both ways ----------------------------------------------------------------------------------
+# ---- Hugging Face, both ways ---------------------------------------------------------------------
 
 
 def llama(seed: int = 0, tied: bool = True) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM  # not at the top: ranks would import it for every test
+    # not at the top: ranks would import it for every test
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=51, tie_word_embeddings=tied, **sizes))
 
 
@@ -181,11 +199,15 @@ def test_what_transformers_saved_is_read(tied, tmp_path):
             assert name.endswith("inv_freq")
 
 
-# ---- names ----------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 KEY_MAPS = {
     "function": lambda name: None if name == "junk" else name.removeprefix("base."),
-    "patterns": [(r"^base\.blocks\.(\d+)\.", r"blocks.\1."), (r"^base\.", ""), ("^junk$", "narrow.bias")],
+    "patterns": [
+        (r"^base\.blocks\.(\d+)\.", r"blocks.\1."),
+        (r"^base\.", ""),
+        ("^junk$", "narrow.bias"),
+    ],
     "names": None,
 }
 
@@ -195,11 +217,17 @@ def test_names_are_mapped(how, tmp_path):
     whole = stored(net(0))
     if how == "patterns":
         bias = whole.pop("narrow.bias")
-        save_file({f"base.{name}": each for name, each in whole.items()} | {"junk": bias}, tmp_path / "a.safetensors")
+        save_file(
+            {f"base.{name}": each for name, each in whole.items()} | {"junk": bias},
+            tmp_path / "a.safetensors",
+        )
         whole["narrow.bias"] = bias
     else:
         junk = {"junk": torch.ones(1)} if how == "function" else {}
-        save_file({f"base.{name}": each for name, each in whole.items()} | junk, tmp_path / "a.safetensors")
+        save_file(
+            {f"base.{name}": each for name, each in whole.items()} | junk,
+            tmp_path / "a.safetensors",
+        )
     key_map = KEY_MAPS[how] or {f"base.{name}": name for name in whole}
     model = net(1)
     load_pretrained(model, tmp_path, key_map=key_map)
@@ -221,7 +249,9 @@ def test_any_name_of_a_tie_is_enough(name, tmp_path):
 @distributed(world_size=4, backend="gloo")
 def test_not_strict_leaves_the_rest_as_it_was_built(meta, tmp_path):
     path, whole = written(tmp_path)
-    partial = {name: each for name, each in whole.items() if not name.startswith("blocks.0")} | {"more": torch.ones(1)}
+    partial = {name: each for name, each in whole.items() if not name.startswith("blocks.0")} | {
+        "more": torch.ones(1)
+    }
     save_file(partial, path)
     torch.manual_seed(5)
     expected = Net()
@@ -239,13 +269,18 @@ def test_not_strict_leaves_the_rest_as_it_was_built(meta, tmp_path):
     assert_holds(state_of(model), whole | kept)
 
 
-# ---- refused, with nothing changed ----------------------------------------------------------------------------
+# ---- refused, with nothing changed ---------------------------------------------------------------
 
 
 def snapshot(model: nn.Module) -> list[object]:
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = [(each.to_local() if isinstance(each, DTensor) else each).detach() for each in state.values()]
-    return [[id(each) for each in state.values()], [None if each.is_meta else each.tolist() for each in values]]
+    values = [
+        (each.to_local() if isinstance(each, DTensor) else each).detach() for each in state.values()
+    ]
+    return [
+        [id(each) for each in state.values()],
+        [None if each.is_meta else each.tolist() for each in values],
+    ]
 
 
 @pytest.mark.parametrize("meta", [True, False])
@@ -259,7 +294,11 @@ def test_what_does_not_fit_changes_nothing_on_any_rank(meta, tmp_path):
         model = net(1)
     sharded(model)
     before = snapshot(model)
-    wrong = whole | {"gain": torch.ones(2), "more": torch.ones(1), "narrow.bias": torch.ones(3, dtype=torch.int32)}
+    wrong = whole | {
+        "gain": torch.ones(2),
+        "more": torch.ones(1),
+        "narrow.bias": torch.ones(3, dtype=torch.int32),
+    }
     del wrong["blocks.1.bias"]
     save_file(wrong, path)
     with pytest.raises(CheckpointError) as caught:

@@ -1,4 +1,6 @@
-"""Safetensors files written and read by 4 ranks at once: the very bytes that one process writes with the package."""
+"""Safetensors files written and read by 4 ranks at once: the very bytes that one process writes
+with the package.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def test_no_values_travel_between_ranks_and_shards_stay_where_they_lie(tmp_path)
     assert_holds(into, whole)
 
 
-# ---- what fails, fails on all ranks ---------------------------------------------------------------------------
+# ---- what fails, fails on all ranks --------------------------------------------------------------
 
 
 @distributed(world_size=4, backend="gloo")

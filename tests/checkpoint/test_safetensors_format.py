@@ -1,4 +1,6 @@
-"""The header of a safetensors file, against the format's own package: what it writes, accepts and refuses."""
+"""The header of a safetensors file, against the format's own package: what it writes, accepts and
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,15 @@ def ours(data: bytes) -> dict[str, Entry] | str:
 def theirs(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | str:
     """The same from the package: dtype, shape and bytes of each tensor."""
     try:
-        return {name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in safetensors.deserialize(data)}
+        return {
+            name: (t["dtype"], t["shape"], bytes(t["data"]))
+            for name, t in safetensors.deserialize(data)
+        }
     except safetensors.SafetensorError as error:
         return str(error)
 
 
-# ---- writing --------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def filled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -62,7 +67,9 @@ def filled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 @given(
     st.dictionaries(
-        st.text(max_size=8).filter(lambda name: name != "__metadata__"), st.tuples(KINDS, SHAPES), max_size=6
+        st.text(max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(KINDS, SHAPES),
+        max_size=6,
     )
 )
 @example({name: (name, [3]) for name in DTYPES})
@@ -80,12 +87,20 @@ def test_files_begin_as_the_package_writes_them(kinds):
 
 
 def test_files_are_filled_in_order_and_indexed_as_transformers_does():
-    specs = {f"t{number}": Spec(torch.uint8, torch.Size([size])) for number, size in enumerate([4, 4, 9, 1, 0, 7, 2])}
+    specs = {
+        f"t{number}": Spec(torch.uint8, torch.Size([size]))
+        for number, size in enumerate([4, 4, 9, 1, 0, 7, 2])
+    }
     files, entries = plan_files(Path("a"), "model", specs, 8)
     shares = {}
     for name, entry in entries.items():
         shares.setdefault(entry.file, []).append(name)
-    assert [sorted(share) for share in shares.values()] == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"]]
+    assert [sorted(share) for share in shares.values()] == [
+        ["t0", "t1"],
+        ["t2"],
+        ["t3", "t4", "t5"],
+        ["t6"],
+    ]
     index = json.loads(files[-1].header)
     assert files[-1].path.name == "model.safetensors.index.json"
     assert index["metadata"] == {"total_size": 27}
@@ -94,7 +109,7 @@ def test_files_are_filled_in_order_and_indexed_as_transformers_does():
     assert [file.path.name for file in plan_files(Path("a"), "a", {}, 8)[0]] == ["a.safetensors"]
 
 
-# ---- reading what anyone wrote --------------------------------------------------------------------------------
+# ---- reading what anyone wrote -------------------------------------------------------------------
 
 
 def with_header(text: bytes, data: bytes = b"") -> bytes:
@@ -123,7 +138,12 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
         (with_header(b'{"a":' + ROW_A.replace(b"U8", b"F4") + b"}", b"12"), "KeyError: 'F4'"),
         (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[-2]") + b"}", b"12"), "lies at"),
         (
-            with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[4611686018427387904,4611686018427387904]") + b"}", b"12"),
+            with_header(
+                b'{"a":'
+                + ROW_A.replace(b"[2]", b"[4611686018427387904,4611686018427387904]")
+                + b"}",
+                b"12",
+            ),
             "",
         ),
     ],
@@ -231,7 +251,8 @@ def test_what_is_not_there(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     assert "it has pytorch_model.bin" in refusal(tmp_path)
     os.mkfifo(tmp_path / "pipe.safetensors")
-    assert "is not a file" in refusal(tmp_path / "pipe.safetensors")  # and nobody waits for a writer
+    # and nobody waits for a writer
+    assert "is not a file" in refusal(tmp_path / "pipe.safetensors")
     torch.save(ONE, tmp_path / "renamed.safetensors")
     assert "its header claims" in refusal(tmp_path / "renamed.safetensors")
 
@@ -245,13 +266,17 @@ def test_the_hubs_cache_links_to_its_blobs(tmp_path):
     assert set(find_tensors(snapshot)) == {"a"}
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "sub/../../secret.safetensors", "..", "", ".", "a\0b", "/"])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "sub/../../secret.safetensors", "..", "", ".", "a\0b", "/"]
+)
 def test_an_index_names_files_beside_it_only(name, tmp_path):
     put(tmp_path / "secret.safetensors")
     (tmp_path / "model" / "sub").mkdir(parents=True)
     found = refusal(index_of(tmp_path / "model", {"a": name}))
     assert "leads out of the directory" in found or "is not a file" in found or "null " in found
-    assert "leads out" in refusal(index_of(tmp_path / "model", {"a": str(tmp_path / "secret.safetensors")}))
+    assert "leads out" in refusal(
+        index_of(tmp_path / "model", {"a": str(tmp_path / "secret.safetensors")})
+    )
 
 
 def test_links_out_of_the_directory_are_refused(tmp_path):
@@ -276,7 +301,9 @@ def test_an_index_and_its_files_must_agree(tmp_path):
     put(tmp_path / "one.safetensors")
     index = index_of(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
     assert "(KeyError: 'b')" in refusal(index)
-    assert "is not a file" in refusal(index_of(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}))
+    assert "is not a file" in refusal(
+        index_of(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    )
 
 
 @pytest.mark.parametrize(
@@ -292,10 +319,14 @@ def test_what_is_no_index_is_refused(text, tmp_path):
     assert refusal(index).startswith(f"{index} cannot be read (")
 
 
-@given(st.binary(max_size=60) | st.binary(max_size=40).map(lambda data: len(data).to_bytes(8, "little") + data))
+@given(
+    st.binary(max_size=60)
+    | st.binary(max_size=40).map(lambda data: len(data).to_bytes(8, "little") + data)
+)
 def test_any_bytes_are_a_file_or_one_clear_error(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     path.write_bytes(data)
-    with pytest.raises(CheckpointError) as caught:  # of a file that is one, that it lacks the tensor
+    # of a file that is one, that it lacks the tensor
+    with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path, torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(1))}))
     assert str(caught.value).startswith(str(path))

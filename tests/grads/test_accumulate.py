@@ -1,4 +1,6 @@
-"""accumulate, no_sync and zero_grad: gradients of one large batch, flags as they were, nothing left over."""
+"""accumulate, no_sync and zero_grad: gradients of one large batch, flags as they were, nothing left
+over.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ OPTIONS = [
 # Gradients.
 
 
-@pytest.mark.parametrize(("mesh", "reshard"), [("fsdp", None), ("fsdp", 2), ("hsdp", True), ("ddp-like", None)])
+@pytest.mark.parametrize(
+    ("mesh", "reshard"), [("fsdp", None), ("fsdp", 2), ("hsdp", True), ("ddp-like", None)]
+)
 @distributed(world_size=4, backend="gloo")
 def test_integer_gradients_are_those_of_one_large_batch(mesh, reshard):
     plain, net = integer_net(), shard(integer_net(), MESHES[mesh], reshard_after_forward=reshard)
@@ -57,7 +61,8 @@ def test_offloaded_and_mixed_precision(settings):
     for seed, options in enumerate(OPTIONS):
         ids = batches(seed, 3)
         expected = {}
-        for mine in ids.flatten(0, 1):  # each backward rounds to bf16 alone, and their sum is float32
+        # each backward rounds to bf16 alone, and their sum is float32
+        for mine in ids.flatten(0, 1):
             plain.zero_grad()
             loss(plain, mine).backward()
             for name, param in plain.named_parameters():
@@ -65,7 +70,8 @@ def test_offloaded_and_mixed_precision(settings):
                     expected[name] = expected.get(name, 0) + param.grad.float() / 4
         micro_steps(net, ids, **options)
         if settings == "bf16" and torch_version() >= (2, 15):
-            # torch now adds what the two uses of a tied weight give in float32, where the plain model rounds the sum.
+            # torch now adds what the two uses of a tied weight give in float32, where the plain
+            # model rounds the sum.
             tied, mine = expected["embed.weight"], net.embed.weight.grad.full_tensor()
             assert ((mine - tied).abs() <= 2**-8 * 3 * tied.abs().max()).all()
             expected["embed.weight"] = mine
@@ -153,7 +159,12 @@ def test_zero_grad_drops_what_waits(mesh, mixed):
 
 def flags(model: nn.Module) -> list[tuple[object, ...]]:
     return [
-        (unit.reduce_grads, unit.all_reduce_grads, unit.reshard_after_backward, unit.post_forward_mesh_info)
+        (
+            unit.reduce_grads,
+            unit.all_reduce_grads,
+            unit.reshard_after_backward,
+            unit.post_forward_mesh_info,
+        )
         for unit in fsdp_units(model)
     ]
 
@@ -204,7 +215,10 @@ def test_an_optimizer_in_backward_keeps_nothing_to_add_to():
         net = fully_shard(Net())
         before = flags(net)
         optimizer_in_backward(net, torch.optim.SGD)
-        with pytest.raises(ShardkitError, match=r"^model is stepped by optimizer_in_backward .* Use one large batch"):
+        with pytest.raises(
+            ShardkitError,
+            match=r"^model is stepped by optimizer_in_backward .* Use one large batch",
+        ):
             accumulate(net, last=False).__enter__()
         assert flags(net) == before
 
@@ -216,7 +230,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fewer ranks": {"reshard_after_forward": 2},
     "hsdp": {"shape": MESHES["hsdp"], "reshard_after_forward": True},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "bf16": {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    },
 }
 
 
@@ -240,7 +256,9 @@ class Raising(torch.autograd.Function):
 
 
 class Failing:
-    """A hook on the second block, inside of FSDP's own, that raises in forward or in backward when it is told to."""
+    """A hook on the second block, inside of FSDP's own, that raises in forward or in backward when
+    it is told to.
+    """
 
     def __init__(self) -> None:
         self.where = ""
@@ -258,7 +276,9 @@ def failing_net(settings: dict[str, Any]) -> tuple[nn.Module, Failing]:
     return shard(net, **settings), failing
 
 
-def step(net: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, **options: Any) -> list[Tensor]:
+def step(
+    net: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, **options: Any
+) -> list[Tensor]:
     """A step of all micro-batches; returns this rank's gradients and then parameters."""
     micro_steps(net, ids, **options)
     grads = [param.grad.to_local().clone() for param in net.parameters() if param.grad is not None]
@@ -268,7 +288,9 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, **option
 
 
 def fail(net: nn.Module, failing: Failing, where: str, ids: Tensor, **options: Any) -> None:
-    """Raise in the last of the micro-batches, after the others have left gradients behind, or in the first alone."""
+    """Raise in the last of the micro-batches, after the others have left gradients behind, or in
+    the first alone.
+    """
     for i, mine in enumerate(ids[:, dist.get_rank()]):
         failing.where = where if i == len(ids) - 1 else ""
         with pytest.raises(Broken) if failing.where else accumulate(net, last=False, **options):
@@ -280,7 +302,9 @@ def fail(net: nn.Module, failing: Failing, where: str, ids: Tensor, **options: A
 @distributed(world_size=4, backend="gloo")
 def test_the_next_step_is_that_of_a_model_that_never_failed(settings):
     (net, failing), (twin, _) = failing_net(SETTINGS[settings]), failing_net(SETTINGS[settings])
-    optimizers = [step_on_local_shards(torch.optim.AdamW(model.parameters(), lr=0.1)) for model in (net, twin)]
+    optimizers = [
+        step_on_local_shards(torch.optim.AdamW(model.parameters(), lr=0.1)) for model in (net, twin)
+    ]
     sharded = list(net.parameters())
     dirty = 0
     for seed, (where, micro_batches, options) in enumerate(FAILURES):
@@ -313,7 +337,8 @@ def test_several_roots_before_and_after_their_first_forward_and_plain_models():
         reset_after_error(both)
         assert all(isinstance(param, DTensor) for param in both.parameters())
         with pytest.raises(
-            ShardkitError, match=r"^model holds modules of an FSDP root outside of it: blocks\.0, blocks\.1"
+            ShardkitError,
+            match=r"^model holds modules of an FSDP root outside of it: blocks\.0, blocks\.1",
         ):
             reset_after_error(nn.ModuleDict({"blocks": both[0].blocks}))
     plain = nn.Linear(2, 2)

@@ -1,4 +1,6 @@
-"""GradScaler: an inf on one rank is one on all of them, whatever the meshes, devices and optimizers."""
+"""GradScaler: an inf on one rank is one on all of them, whatever the meshes, devices and
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def model(case: str) -> nn.Module:
 
 
 def spoil(net: nn.Module, case: str, value: float) -> None:
-    """One element of the gradients of rank 2; of both its replicas on an HSDP mesh, as after an all-reduce."""
+    """One element of the gradients of rank 2; of both its replicas on an HSDP mesh, as after an
+    all-reduce.
+    """
     if dist.get_rank() == 2 or (case == "hsdp" and dist.get_rank() == 0):
         weight = {"tp": "up.weight", "plain": "narrow.bias"}.get(case, "blocks.0.weight")
         grad = net.get_parameter(weight).grad
@@ -50,7 +54,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [("fsdp", "fused"), ("hsdp", "foreach"), ("offload", "fused"), ("plain", "fused"), ("tp", "foreach")],
+    [
+        ("fsdp", "fused"),
+        ("hsdp", "foreach"),
+        ("offload", "fused"),
+        ("plain", "fused"),
+        ("tp", "foreach"),
+    ],
 )
 @distributed(world_size=4, backend="gloo")
 def test_an_inf_on_one_rank_skips_the_step_on_all(case, kind):
@@ -71,7 +81,10 @@ def test_an_inf_on_one_rank_skips_the_step_on_all(case, kind):
                 clip_grad_norm_(net, 1.0)
             scaler.step(optimizer)
             scaler.update()
-            moved = [not torch.equal(local(param), old) for param, old in zip(params, before, strict=True)]
+            moved = [
+                not torch.equal(local(param), old)
+                for param, old in zip(params, before, strict=True)
+            ]
             assert scaler.get_scale() == (4.0 if value is None else 2.0)
             assert any(moved) == (value is None)
             assert_same_on_all_ranks(torch.tensor(scaler.get_scale()))
@@ -96,7 +109,9 @@ def test_a_rank_without_gradients_joins():
 @pytest.mark.parametrize("shape", [None, (4,), (2, 2)])
 @distributed(world_size=4, backend="gloo")
 def test_training_in_fp16_finds_its_scale_and_the_gradients_of_float32(shape):
-    """Integers: what fits into fp16 is exact there, and the scale is a power of two, so not a bit may differ."""
+    """Integers: what fits into fp16 is exact there, and the scale is a power of two, so not a bit
+    may differ.
+    """
     net, plain = integer_net(), integer_net()
     if shape is None:
         shard(net, mp_policy=FP16)

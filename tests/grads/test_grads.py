@@ -1,4 +1,6 @@
-"""clip_grad_norm_: the norm of the unsharded gradients, one plain number on every rank, one factor."""
+"""clip_grad_norm_: the norm of the unsharded gradients, one plain number on every
+rank, one factor.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_norm_and_gradients_equal_the_unsharded_ones(mesh, p, offload):
     assert_same_on_all_ranks(norm)
     assert_scaled(net, full, norm, 1.0)
     again = clip_grad_norm_(list(net.parameters()), math.inf, p).item()
-    # Scaling rounds each element once more, by half a unit in the last place, and so does the new norm.
+    # Scaling rounds each element once more, by half a unit in the last place, and so does the new
+    # norm.
     assert again == pytest.approx(1.0, rel=2 * bound(full, p) + 2**-22)
 
 
@@ -102,7 +105,9 @@ def test_tensor_parallel_and_fsdp_shards_together(p):
 
 def placed_like(value: torch.Tensor, param: DTensor) -> DTensor:
     """As distribute_tensor, also for the strided shards of TP under FSDP."""
-    replicated = DTensor.from_local(value, param.device_mesh, [Replicate()] * param.device_mesh.ndim)
+    replicated = DTensor.from_local(
+        value, param.device_mesh, [Replicate()] * param.device_mesh.ndim
+    )
     grad = torch.zeros_like(param)
     strided = replicated.redistribute(placements=param.placements)
     grad.to_local().copy_(strided.to_local())
@@ -133,7 +138,10 @@ PLAIN = ("gain", "narrow.weight", "narrow.bias")
 def test_plain_gradients_count_once(mesh, p):
     net = sharded_net(MESHES[mesh], ignored=PLAIN)
     full = give_grads(net)
-    assert [n for n, q in net.named_parameters() if not isinstance(q, DTensor)] == ["gain", *PLAIN[1:]]
+    assert [n for n, q in net.named_parameters() if not isinstance(q, DTensor)] == [
+        "gain",
+        *PLAIN[1:],
+    ]
     norm = clip_grad_norm_(net, 1.0, p)
     exact = exact_norm(full, p)
     assert abs(norm.item() - exact) <= bound(full, p) * exact
@@ -141,7 +149,8 @@ def test_plain_gradients_count_once(mesh, p):
     assert_scaled(net, full, norm, 1.0)
 
     full = give_grads(net)
-    net.gain.grad = torch.tensor([float(dist.get_rank() + 1)])  # which differs, and gives every rank one norm
+    # which differs, and gives every rank one norm
+    net.gain.grad = torch.tensor([float(dist.get_rank() + 1)])
     each = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     full["gain"] = each.max() if p == math.inf else each.pow(p).mean().pow(1 / p)
     norm = clip_grad_norm_(net, 1.0, p)
@@ -232,7 +241,9 @@ def test_a_plain_model_gets_torchs_norm_to_the_bit(p, dtype):
     ours, theirs = Net().to(dtype), Net().to(dtype)
     give_grads(ours)
     give_grads(theirs)
-    assert torch.equal(clip_grad_norm_(ours, 1.0, p), nn.utils.clip_grad_norm_(theirs.parameters(), 1.0, p))
+    assert torch.equal(
+        clip_grad_norm_(ours, 1.0, p), nn.utils.clip_grad_norm_(theirs.parameters(), 1.0, p)
+    )
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None)
         assert mine.grad is None or torch.equal(mine.grad, other.grad)
@@ -263,7 +274,9 @@ def expert(mesh: DeviceMesh, seed: int, placements) -> nn.ParameterList:
     shapes = [(3, 2), (1,), (5,)][: 1 + seed % 3]
     params = nn.ParameterList()
     for shape in shapes:
-        param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None))
+        param = nn.Parameter(
+            distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
+        )
         full = torch.randn(shape, generator=generator) * 3
         param.grad = distribute_tensor(full, mesh, placements, src_data_rank=None)
         params.append(param)
@@ -278,7 +291,9 @@ def everything(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check(model: nn.Module, names: dict[str, str], p: float, reduces: int) -> None:
-    """The norm of all ranks' parameters; ``names`` maps prefixes to what tells different experts apart."""
+    """The norm of all ranks' parameters; ``names`` maps prefixes to what tells different experts
+    apart.
+    """
     before = {name: grad.clone() for name, grad in full_grads(model).items()}
     own = {names.get(name.split(".")[0], "") + name: grad for name, grad in before.items()}
     whole = everything(own)
@@ -287,7 +302,9 @@ def check(model: nn.Module, names: dict[str, str], p: float, reduces: int) -> No
     assert comms.get_total_counts() == reduces
     assert_same_on_all_ranks(norm)
     exact = exact_norm(whole, p)
-    assert exact > max(1.0, exact_norm(own, p) if p != math.inf and len(whole) > len(own) else 0), "nothing elsewhere"
+    assert exact > max(1.0, exact_norm(own, p) if p != math.inf and len(whole) > len(own) else 0), (
+        "nothing elsewhere"
+    )
     assert abs(norm.item() - exact) <= bound(whole, p) * exact
     assert_scaled(model, before, norm, 1.0)
 
@@ -318,7 +335,8 @@ def test_ranks_without_any_expert_take_part_in_its_norm(p):
         model["expert"] = expert(pair, 2, [Shard(0)])
     norm = clip_grad_norm_(model, math.inf, p)
     check(model, {}, p, 1)
-    model["expert"] = expert(pair, 2, [Shard(0)])  # also as DTensors on a mesh that this rank is not in
+    # also as DTensors on a mesh that this rank is not in
+    model["expert"] = expert(pair, 2, [Shard(0)])
     give_grads(net)
     again = clip_grad_norm_(model, math.inf, p)
     assert torch.equal(norm, again)
@@ -330,10 +348,12 @@ def test_ranks_without_any_expert_take_part_in_its_norm(p):
 def test_experts_and_replicas(p):
     """HSDP beside experts in one shard group, across shard groups, and kept twice."""
     rank = dist.get_rank()
-    cross = init_device_mesh("cpu", (2, 2), mesh_dim_names=("up", "down"))["up"]  # ranks {0, 2} and {1, 3}
+    # ranks {0, 2} and {1, 3}
+    cross = init_device_mesh("cpu", (2, 2), mesh_dim_names=("up", "down"))["up"]
     wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     cases = [
-        (expert(cross, 1 + rank % 2, [Shard(0)]), f"{rank % 2}.", 2),  # its ranks are in both shard groups
+        # its ranks are in both shard groups
+        (expert(cross, 1 + rank % 2, [Shard(0)]), f"{rank % 2}.", 2),
         (expert(wide, 2, [Replicate(), Shard(0)]), "", 2),
     ]
     for experts, name, reduces in cases:
@@ -344,8 +364,13 @@ def test_experts_and_replicas(p):
 
 @fake_world(4)
 def test_meshes_of_which_none_holds_all_ranks_are_refused():
-    params = [*expert(DeviceMesh("cpu", [0, 1]), 2, [Shard(0)]), *expert(DeviceMesh("cpu", [0, 2]), 2, [Shard(0)])]
-    with pytest.raises(ShardkitError, match=r"on a mesh of ranks \[0, 2\] and on one of ranks \[0, 1\]"):
+    params = [
+        *expert(DeviceMesh("cpu", [0, 1]), 2, [Shard(0)]),
+        *expert(DeviceMesh("cpu", [0, 2]), 2, [Shard(0)]),
+    ]
+    with pytest.raises(
+        ShardkitError, match=r"on a mesh of ranks \[0, 2\] and on one of ranks \[0, 1\]"
+    ):
         clip_grad_norm_(params, 1.0)
 
 

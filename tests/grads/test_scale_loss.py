@@ -1,4 +1,6 @@
-"""scale_loss, scale_grads_ and global_token_count: the mean over all tokens, whatever each rank has of them."""
+"""scale_loss, scale_grads_ and global_token_count: the mean over all tokens, whatever each rank has
+of them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import ShardkitError
-from shardkit.grads import accumulate, global_token_count, scale_grads_, scale_loss, set_gradient_reduction
+from shardkit.grads import (
+    accumulate,
+    global_token_count,
+    scale_grads_,
+    scale_loss,
+    set_gradient_reduction,
+)
 from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
 
-TOKENS = torch.tensor([[5, 1, 10, 0], [3, 7, 2, 4]])  # of each rank in each of two micro-batches: 32
+# of each rank in each of two micro-batches: 32
+TOKENS = torch.tensor([[5, 1, 10, 0], [3, 7, 2, 4]])
 OPTIONS = [{}, {"keep_unsharded": True}, {"shard_gradients": True}]
 
 
@@ -28,7 +37,9 @@ def loss_sum(model: nn.Module, ids: Tensor, tokens: int) -> Tensor:
 def token_mean(plain: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """Gradients of the mean over all tokens, by one process."""
     plain.zero_grad()
-    losses = [loss_sum(plain, ids[i, rank], int(TOKENS[i, rank])) for i in range(2) for rank in range(4)]
+    losses = [
+        loss_sum(plain, ids[i, rank], int(TOKENS[i, rank])) for i in range(2) for rank in range(4)
+    ]
     (sum(losses) / TOKENS.sum()).backward()
     return full_grads(plain)
 
@@ -87,7 +98,9 @@ def test_units_on_meshes_of_different_sizes():
     fully_shard(net, mesh=mesh_of((4,)))
     tokens = global_token_count(TOKENS[0, rank], net)
     assert tokens == 16
-    with pytest.raises(ShardkitError, match=r"different numbers: \(root\) by 4, blocks\.0 by 2\. .*\"sum\"\) once"):
+    with pytest.raises(
+        ShardkitError, match=r"different numbers: \(root\) by 4, blocks\.0 by 2\. .*\"sum\"\) once"
+    ):
         scale_loss(torch.zeros(()), tokens, net)
     set_gradient_reduction(net, "sum")
     scale_loss(loss_sum(net, ids[0, rank], int(TOKENS[0, rank])), tokens, net).backward()
@@ -125,7 +138,8 @@ def test_a_plain_model_needs_no_process_group_and_nothing_waits_for_the_device()
     model = nn.Linear(2, 2)
     tokens = global_token_count(torch.ones((), device="meta", dtype=torch.int32), model)
     assert (tokens.device.type, tokens.dtype) == ("meta", torch.int64)
-    loss = scale_loss(torch.ones((), device="meta", dtype=torch.bfloat16), tokens, model)  # .item() would raise
+    # .item() would raise
+    loss = scale_loss(torch.ones((), device="meta", dtype=torch.bfloat16), tokens, model)
     assert (loss.device.type, loss.dtype) == ("meta", torch.float32)
     model(torch.ones(1, 2)).sum().backward()
     scale_grads_(torch.tensor(4), model)
@@ -133,7 +147,9 @@ def test_a_plain_model_needs_no_process_group_and_nothing_waits_for_the_device()
 
 
 def test_bad_arguments():
-    with pytest.raises(ShardkitError, match=r"^num_tokens must be one number.* got shape \(3,\)\. Pass its sum"):
+    with pytest.raises(
+        ShardkitError, match=r"^num_tokens must be one number.* got shape \(3,\)\. Pass its sum"
+    ):
         global_token_count(torch.ones(3), nn.Linear(1, 1))
     with pytest.raises(ShardkitError, match=r"^reduction must be .*got 'avg'"):
         set_gradient_reduction(nn.Linear(1, 1), "avg")

@@ -1,4 +1,6 @@
-"""A model of integers, whose gradients are integers too: every sum of them is exact in any order."""
+"""A model of integers, whose gradients are integers too: every sum of them is exact
+in any order.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,18 @@ def integer_net(seed: int = 0) -> Net:
 
 def batches(seed: int, micro_batches: int, ranks: int = 4) -> Tensor:
     """Token ids of every micro-batch of every rank: (micro_batches, ranks, 2, 5)."""
-    return torch.randint(0, 7, (micro_batches, ranks, 2, 5), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 7, (micro_batches, ranks, 2, 5), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
     return (model(ids) * WEIGHTS.to(model.head.weight.dtype)).sum().float()
 
 
-def micro_steps(model: nn.Module, ids: Tensor, after: Callable[[int], None] | None = None, **options: object) -> None:
+def micro_steps(
+    model: nn.Module, ids: Tensor, after: Callable[[int], None] | None = None, **options: object
+) -> None:
     """A step of this rank's micro-batches; ``after`` is called inside, after each backward."""
     for i, mine in enumerate(ids[:, dist.get_rank()]):
         with accumulate(model, last=i == len(ids) - 1, **options):
@@ -45,7 +51,9 @@ def micro_steps(model: nn.Module, ids: Tensor, after: Callable[[int], None] | No
 
 
 def one_large_batch(plain: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """The mean over the ranks of the gradients of all micro-batches, by one backward in one process."""
+    """The mean over the ranks of the gradients of all micro-batches, by one backward in one
+    process.
+    """
     plain.zero_grad()
     (loss(plain, ids.flatten(0, 2)) / ids.shape[1]).backward()
     return {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}

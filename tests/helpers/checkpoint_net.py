@@ -1,4 +1,6 @@
-"""A small model that trains, with every awkward shape, for the tests of checkpoints; and how states are compared."""
+"""A small model that trains, with every awkward shape, for the tests of checkpoints; and how states
+are compared.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ IDS = torch.tensor([[0, 1, 2, 3, 4], [6, 5, 4, 3, 2]])
 
 
 class Trained(Net):
-    """Net with a parameter that never gets a gradient, a buffer that changes, and state that is no tensor."""
+    """Net with a parameter that never gets a gradient, a buffer that changes, and state that is no
+    tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +44,9 @@ class Trained(Net):
 
 
 def build(shape: tuple[int, ...] | None, seed: int = 0, lr: float = 1e-2) -> tuple[Any, ...]:
-    """Model, optimizer with two groups, and scheduler; sharded on a mesh of ``shape``, plain for None."""
+    """Model, optimizer with two groups, and scheduler; sharded on a mesh of ``shape``, plain for
+    None.
+    """
     torch.manual_seed(seed)
     net = Trained()
     if shape is not None:
@@ -72,8 +78,15 @@ def train(net: nn.Module, optimizer: Any, scheduler: Any, steps: int = 2) -> lis
 def whole(net: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """All that training goes on from, on rank 0 in full. Collective."""
     with torch.no_grad():
-        tensors = {name: value for name, value in net.state_dict().items() if isinstance(value, torch.Tensor)}
-        model = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()}
+        tensors = {
+            name: value
+            for name, value in net.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        model = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in tensors.items()
+        }
     return {
         "model": {name: value.clone() for name, value in model.items()},
         "note": dict(net.note),

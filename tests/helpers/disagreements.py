@@ -1,4 +1,6 @@
-"""A training loop in which one rank does something else, by kind, and what ``watch`` must say of it."""
+"""A training loop in which one rank does something else, by kind, and what ``watch`` must say of
+it.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,23 @@ def gather(others: str, rank_1: str) -> str:
 
 SILENT = r"silent for \d+ s; last known call: "
 KINDS = {
-    "skips a unit": Kind(gather("tower", r"layers\.2"), r"all-gather of layers\.2; .*py:\d+: x = layer\(x\), from"),
-    "skips a smaller unit": Kind(gather("narrow", "wide"), r"all-gather of wide; .*py:\d+: x = x \+ self\.wide"),
-    "clips to less": Kind(
-        call(r"clip_grad_norm_\(max_norm=1\.0.*\)", r"clip_grad_norm_\(max_norm=0\.5.*\)"), r"0\.5 if bad"
+    "skips a unit": Kind(
+        gather("tower", r"layers\.2"), r"all-gather of layers\.2; .*py:\d+: x = layer\(x\), from"
     ),
-    "raises": Kind(call(r"accumulate\(last=True.*\)", "raised ValueError"), "ValueError: bad sample; .*# raises"),
+    "skips a smaller unit": Kind(
+        gather("narrow", "wide"), r"all-gather of wide; .*py:\d+: x = x \+ self\.wide"
+    ),
+    "clips to less": Kind(
+        call(r"clip_grad_norm_\(max_norm=1\.0.*\)", r"clip_grad_norm_\(max_norm=0\.5.*\)"),
+        r"0\.5 if bad",
+    ),
+    "raises": Kind(
+        call(r"accumulate\(last=True.*\)", "raised ValueError"),
+        "ValueError: bad sample; .*# raises",
+    ),
     "is late": Kind(
-        r"rank 1 did not make call \d+ within \d+ s", r"last call: reduce-scatter of layers\.0; .*time\.sleep"
+        r"rank 1 did not make call \d+ within \d+ s",
+        r"last call: reduce-scatter of layers\.0; .*time\.sleep",
     ),
     "is killed": Kind("rank 1 silent for", SILENT),
     "is late, then is killed": Kind("rank 1 silent for", SILENT),
@@ -62,7 +73,9 @@ KINDS = {
 
 
 class Net(nn.Module):
-    """Layers of one size, so that gloo pairs gathers of different units, and units of others, where it aborts."""
+    """Layers of one size, so that gloo pairs gathers of different units, and units of others, where
+    it aborts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +111,9 @@ def step(model: nn.Module, kind: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tuple[int, ...]) -> None:
+def rank_of(
+    kind: str, rank: int, folder: Path, after: float, how: str, mesh: tuple[int, ...]
+) -> None:
     """Train as one rank; what is logged goes to the file of the rank."""
     output = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
@@ -107,7 +122,9 @@ def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tu
     logging.basicConfig(format="%(created).2f %(message)s", stream=sys.stderr, force=True)
     torch.set_num_threads(1)
     rendezvous = (folder / "rendezvous").as_uri()
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
     torch.manual_seed(0)
     if how == "gpu":  # where calls are compared later
         _Watch._ask = lambda *_: None
@@ -118,7 +135,8 @@ def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tu
     model = shard_model(Net(), units=units, mesh=build_mesh(spec))
     try:
         with watch(model, after=after, end=how == "end") if how != "script" else nullcontext():
-            train(model, kind, rank, 2000 if how == "end" else 40)  # else the loop may end before the report
+            # else the loop may end before the report
+            train(model, kind, rank, 2000 if how == "end" else 40)
     except BaseException as error:
         print(f"{time.time():.2f} {type(error).__name__}: {error}", file=sys.stderr)
     print("left", file=sys.stderr, flush=True)
@@ -143,8 +161,12 @@ class Outcome(NamedTuple):
     logged: list[str]
 
 
-def run(kind: str, folder: Path, after: float = 0.5, how: str = "with", mesh: tuple[int, ...] = (WORLD,)) -> Outcome:
-    """Run all ranks until the report comes, or to their end if ``how`` is "end" or "wait", at most 60 s."""
+def run(
+    kind: str, folder: Path, after: float = 0.5, how: str = "with", mesh: tuple[int, ...] = (WORLD,)
+) -> Outcome:
+    """Run all ranks until the report comes, or to their end if ``how`` is "end" or "wait", at most
+    60 s.
+    """
     context = get_context("forkserver")  # of forks.serve, which has imported torch
     args = [(kind, rank, folder, after, how, mesh) for rank in range(WORLD)]
     ranks = [context.Process(target=rank_of, args=each) for each in args]
@@ -163,14 +185,22 @@ def run(kind: str, folder: Path, after: float = 0.5, how: str = "with", mesh: tu
 
 def read(folder: Path) -> Outcome:
     """Read what the ranks wrote."""
-    output = [file.read_text() if (file := folder / str(rank)).exists() else "" for rank in range(WORLD)]
+    output = [
+        file.read_text() if (file := folder / str(rank)).exists() else "" for rank in range(WORLD)
+    ]
     reports = re.findall(r"^\d+\.\d+ (watch: .*(?:\n- .*)*)", "\n".join(output), re.MULTILINE)
     # On a busy machine ranks may also be late before the disagreement.
-    return Outcome(reports[-1] if reports else "", output, [text.splitlines()[0] for text in reports])
+    return Outcome(
+        reports[-1] if reports else "", output, [text.splitlines()[0] for text in reports]
+    )
 
 
 def is_named(kind: str, report: str) -> bool:
     """Whether the report names the rank and the unit or call."""
     first, *rows = report.splitlines() or [""]
     odd = [row for row in rows if re.match(rf"- rank {KINDS[kind].odd}: ", row)]
-    return bool(re.search(KINDS[kind].problem, first)) and bool(odd) and bool(re.search(KINDS[kind].row, odd[0]))
+    return (
+        bool(re.search(KINDS[kind].problem, first))
+        and bool(odd)
+        and bool(re.search(KINDS[kind].row, odd[0]))
+    )

@@ -1,4 +1,6 @@
-"""Models and ways of calling them for the tests of ``shardkit.runtime.hooks``, and a plain copy to compare with."""
+"""Models and ways of calling them for the tests of ``shardkit.runtime.hooks``, and a plain copy to
+compare with.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Critic(nn.Module):
-    """Judges vectors; its root owns a parameter that it uses before, between and after its blocks."""
+    """Judges vectors; its root owns a parameter that it uses before, between and
+    after its blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,14 +97,20 @@ def gathered(model: nn.Module) -> list[str]:
 
 
 def differences(plain: nn.Module, sharded: nn.Module, grads: bool = True) -> list[str]:
-    """Parameters, or gradients, of which this rank's part is not that of the plain model, bit for bit."""
+    """Parameters, or gradients, of which this rank's part is not that of the plain model, bit for
+    bit.
+    """
     wrong = []
-    for (name, param), (_, shard) in zip(plain.named_parameters(), named_sharded_parameters(sharded), strict=True):
+    for (name, param), (_, shard) in zip(
+        plain.named_parameters(), named_sharded_parameters(sharded), strict=True
+    ):
         expected, actual = (param.grad, shard.grad) if grads else (param.detach(), shard.detach())
         if isinstance(actual, DTensor) and expected is not None:
             assert actual.shape == expected.shape, name
             expected, actual = part_of(expected, actual), actual.to_local()
-        if (expected is None) != (actual is None) or (expected is not None and not torch.equal(expected, actual)):
+        if (expected is None) != (actual is None) or (
+            expected is not None and not torch.equal(expected, actual)
+        ):
             wrong.append(name)
     return wrong
 
@@ -108,8 +118,12 @@ def differences(plain: nn.Module, sharded: nn.Module, grads: bool = True) -> lis
 def assert_trains_alike(
     plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module, int], Tensor], steps: int = 2
 ) -> None:
-    """Both copies give the same losses, gradients and parameters, bit for bit, all ranks having one batch."""
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
+    """Both copies give the same losses, gradients and parameters, bit for bit, all ranks having one
+    batch.
+    """
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)
+    ]
     for step in range(steps):
         expected, actual = loss(plain, step), loss(sharded, step)
         assert torch.equal(expected, actual), (step, expected, actual)

@@ -1,4 +1,6 @@
-"""A mixture of experts that sends tokens by all-to-all, in float64, whole or split over the axis "ep" of a mesh."""
+"""A mixture of experts that sends tokens by all-to-all, in float64, whole or split over the axis
+"ep" of a mesh.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardkit import ShardingPlan, by_class, by_name, clip_grad_norm_, global_token_count, plan_model, scale_loss
+from shardkit import (
+    ShardingPlan,
+    by_class,
+    by_name,
+    clip_grad_norm_,
+    global_token_count,
+    plan_model,
+    scale_loss,
+)
 
 EXPERTS, DIM = 8, 6
 TOKENS = (11, 5, 0, 7, 3, 12, 1, 2)  # of each rank
@@ -28,7 +38,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
         if self.group is None:
             return torch.einsum("td,tdf->tf", x, self.weight[expert]) + self.bias[expert]
-        weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (self.weight, self.bias))
+        weight, bias = (
+            p.to_local() if isinstance(p, DTensor) else p for p in (self.weight, self.bias)
+        )
         ranks = self.group.size()
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=EXPERTS)
@@ -46,7 +58,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.experts = nn.Linear(DIM, DIM, dtype=torch.double), Experts()
-        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.double))  # a scalar, which is replicated
+        # a scalar, which is replicated
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.double))
 
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
         return x + self.scale * self.experts(torch.tanh(self.linear(x)), expert)
@@ -103,7 +116,9 @@ def worst(pairs: Any) -> float:
 
 
 def train_both(model: nn.Module, plain: nn.Module, steps: int = 3) -> float:
-    """Train the sharded model and the plain one with clipping and AdamW; the worst relative difference of anything."""
+    """Train the sharded model and the plain one with clipping and AdamW; the worst relative
+    difference of anything.
+    """
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
     found = []
     for step in range(steps):

@@ -1,8 +1,9 @@
 """Processes that need not import torch: forks of pytest, as it is when all tests are collected.
 
-``serve`` makes one such fork the fork server of ``multiprocessing``, for pytest and all processes that come of it: the
-ranks of every pool start there. ``python`` runs a program there, as ``subprocess.run`` does in a new interpreter.
-Only on Linux, where a fork before the first test is safe.
+``serve`` makes one such fork the fork server of ``multiprocessing``, for pytest and all processes
+that come of it: the ranks of every pool start there. ``python`` runs a program there, as
+``subprocess.run`` does in a new interpreter. Only on Linux, where a fork before the first test is
+safe.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def serve() -> None:
     if not SERVES or server._forkserver_address is not None:
         return
     resource_tracker.ensure_running()  # else each process that asks would start its own
-    # It would start another server, which imports everything anew, where the server is not this process's child: in
-    # forks of pytest, and in what the server starts.
+    # It would start another server, which imports everything anew, where the server is not this
+    # process's child: in forks of pytest, and in what the server starts.
     server.ensure_running = lambda: None
     address = connection.arbitrary_address("AF_UNIX")
     alive, alive_here = os.pipe()
@@ -46,7 +47,11 @@ def serve() -> None:
             os.close(alive_here)
             _forget_pytest()
             try:
-                forkserver.main(listener.detach(), alive, [*RANK_IMPORTS, worker.__name__, "numpy", "hypothesis"])
+                forkserver.main(
+                    listener.detach(),
+                    alive,
+                    [*RANK_IMPORTS, worker.__name__, "numpy", "hypothesis"],
+                )
             finally:
                 os._exit(0)
     os.close(alive)
@@ -54,7 +59,8 @@ def serve() -> None:
 
 
 def python(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run ``python SCRIPT ...``, ``python -m MODULE ...`` or ``python -c CODE``; what it printed and returned.
+    """Run ``python SCRIPT ...``, ``python -m MODULE ...`` or ``python -c CODE``; what it printed
+    and returned.
 
     For programs that may find modules imported and are not about how an interpreter begins or ends.
     """
@@ -73,8 +79,12 @@ def python(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedP
 
 
 def start(folder: Path, *words: str | Path, cwd: Path | None = None) -> BaseProcess:
-    """Start such a program; what it prints goes to the files ``stdout`` and ``stderr`` of the folder."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    """Start such a program; what it prints goes to the files ``stdout`` and ``stderr`` of the
+    folder.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
     args = [str(word) for word in words], cwd or Path.cwd(), environment, folder
     process = get_context("forkserver").Process(target=_run, args=args)
     process.start()
@@ -121,7 +131,9 @@ def _run_as_main(command: list[str]) -> None:
 
 
 def _forget_pytest() -> None:
-    """Take back what pytest sets while it collects: where logs go, and which warnings are errors."""
+    """Take back what pytest sets while it collects: where logs go, and which
+    warnings are errors.
+    """
     logging.root.handlers.clear()
     warnings.resetwarnings()
     warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
@@ -130,5 +142,7 @@ def _forget_pytest() -> None:
 
 
 def start_method() -> str:
-    """How multiprocessing starts processes here: torch.compile's locks end with a rank only if that is not changed."""
+    """How multiprocessing starts processes here: torch.compile's locks end with a rank only if that
+    is not changed.
+    """
     return multiprocessing.get_start_method()

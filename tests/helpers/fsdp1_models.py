@@ -1,4 +1,6 @@
-"""Models and a training loop that torch's own FSDP1 and its translation run side by side, on CPU ranks."""
+"""Models and a training loop that torch's own FSDP1 and its translation run side by side, on CPU
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class ConvNet(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Conv2d(3, 5, 3)
-        self.body = nn.Sequential(nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 6, 3), nn.BatchNorm2d(6, affine=False))
+        self.body = nn.Sequential(
+            nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 6, 3), nn.BatchNorm2d(6, affine=False)
+        )
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +80,9 @@ def hybrid_mesh() -> DeviceMesh:
 
 @cache
 def pairs() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """FSDP1's pair of groups for two nodes of two ranks: the one that shards, and the one that replicates."""
+    """FSDP1's pair of groups for two nodes of two ranks: the one that shards, and the one that
+    replicates.
+    """
     return dist.new_subgroups(2)[0], dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
 
 
@@ -94,14 +100,22 @@ def fsdp1(model: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
 
 
 def losses(
-    model: nn.Module, loss: Any = token_loss, steps: int = 3, one_counts: bool = False, local_step: bool = False
+    model: nn.Module,
+    loss: Any = token_loss,
+    steps: int = 3,
+    one_counts: bool = False,
+    local_step: bool = False,
 ) -> Tensor:
-    """The losses of ``steps`` steps of AdamW, each rank with a batch of its own; no step of clipping.
+    """The losses of ``steps`` steps of AdamW, each rank with a batch of its own; no step of
+    clipping.
 
-    With ``one_counts`` rank t % world alone has gradients in step t, so that sums over ranks are exact in any order.
+    With ``one_counts`` rank t % world alone has gradients in step t, so that sums over ranks are
+    exact in any order.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], lr=1e-2
+    )
     if local_step:  # the same bits in a fifth of the time
         step_on_local_shards(optimizer)
     found = []

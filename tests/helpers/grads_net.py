@@ -1,4 +1,6 @@
-"""A small model with gradients of every awkward shape, and the exact norm of them, for the tests of clipping."""
+"""A small model with gradients of every awkward shape, and the exact norm of them, for the tests of
+clipping.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,16 @@ class Net(nn.Module):
         return self.head(self.frozen(x) * self.gain) + self.narrow(x).sum(-1, keepdim=True)
 
 
-def shard(net: Net, shape: tuple[int, ...] = (), ignored: tuple[str, ...] = (), **arguments: object) -> Net:
-    """As by hand: blocks and the root, which is left to torch; by default on one axis of all ranks."""
-    mesh, plain = mesh_of(shape or (dist.get_world_size(),)), {net.get_parameter(name) for name in ignored}
+def shard(
+    net: Net, shape: tuple[int, ...] = (), ignored: tuple[str, ...] = (), **arguments: object
+) -> Net:
+    """As by hand: blocks and the root, which is left to torch; by default on one axis
+    of all ranks.
+    """
+    mesh, plain = (
+        mesh_of(shape or (dist.get_world_size(),)),
+        {net.get_parameter(name) for name in ignored},
+    )
     for block in net.blocks:
         fully_shard(block, mesh=mesh, **arguments)
     return fully_shard(net, mesh=mesh, ignored_params=plain, **arguments)
@@ -50,7 +59,9 @@ def sharded_net(shape: tuple[int, ...], dtype=torch.float32, offload=False, igno
 
 
 def give_grads(net: nn.Module, seed: int = 1, skip: str = "") -> dict[str, torch.Tensor]:
-    """Set every trainable parameter's gradient, shard or plain, from one full tensor; return those."""
+    """Set every trainable parameter's gradient, shard or plain, from one full
+    tensor; return those.
+    """
     generator = torch.Generator().manual_seed(seed)
     full = {}
     for name, param in net.named_parameters():
@@ -76,7 +87,9 @@ def assert_grads(net: nn.Module, expected: dict[str, torch.Tensor]) -> None:
     """Gradients are the full ``expected``, to the bit; each rank looks at its own part."""
     grads = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
     assert grads.keys() == expected.keys()
-    assert not [name for name, grad in grads.items() if not _same(grad, expected[name].to(grad.dtype))]
+    assert not [
+        name for name, grad in grads.items() if not _same(grad, expected[name].to(grad.dtype))
+    ]
 
 
 def _same(part: torch.Tensor, full: torch.Tensor) -> bool:
@@ -91,7 +104,8 @@ def exact_norm(full: dict[str, torch.Tensor], p: float) -> float:
 
 
 def bound(full: dict[str, torch.Tensor], p: float) -> float:
-    """Relative error allowed: one float32 rounding for each element that is added, a few more for the powers.
+    """Relative error allowed: one float32 rounding for each element that is added, a few more for
+    the powers.
 
     Rounding of the sum enters the norm times 1/p, and only the local sum of one tensor is float32.
     """
@@ -99,7 +113,9 @@ def bound(full: dict[str, torch.Tensor], p: float) -> float:
     return 0.0 if p == math.inf else (longest + 4) * 2**-24 * max(1.0, 1 / p)
 
 
-def assert_scaled(net: nn.Module, before: dict[str, torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+def assert_scaled(
+    net: nn.Module, before: dict[str, torch.Tensor], norm: torch.Tensor, limit: float
+) -> None:
     """Every gradient is its old value times the one factor, to the bit."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     after = full_grads(net)

@@ -1,27 +1,45 @@
-"""Tiny models of transformers whose files on the hub have other names, and other tensors, than the model."""
+"""Tiny models of transformers whose files on the hub have other names, and other tensors, than the
+model.
+"""
 
 import torch
 import transformers as tf
 
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TEXT |= {"num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8}
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 VISION |= {"image_size": 16, "patch_size": 8}
 QWEN_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 MODELS = {
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TEXT, num_local_experts=3)),
-    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**TEXT, num_experts=5, moe_intermediate_size=16)),
+    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(
+        tf.Qwen3MoeConfig(**TEXT, num_experts=5, moe_intermediate_size=16)
+    ),
     "llava": lambda: tf.LlavaForConditionalGeneration(
         tf.LlavaConfig(
-            vision_config=tf.CLIPVisionConfig(**VISION), text_config=tf.LlamaConfig(**TEXT), image_token_index=63
+            vision_config=tf.CLIPVisionConfig(**VISION),
+            text_config=tf.LlamaConfig(**TEXT),
+            image_token_index=63,
         )
     ),
     "qwen2_vl": lambda: tf.Qwen2VLForConditionalGeneration(
         tf.Qwen2VLConfig(text_config={**TEXT, "rope_parameters": ROPE}, vision_config=QWEN_VISION)
     ),
     "gemma3": lambda: tf.Gemma3ForConditionalGeneration(
-        tf.Gemma3Config(text_config=tf.Gemma3TextConfig(**TEXT), vision_config=tf.SiglipVisionConfig(**VISION))
+        tf.Gemma3Config(
+            text_config=tf.Gemma3TextConfig(**TEXT), vision_config=tf.SiglipVisionConfig(**VISION)
+        )
     ),
 }
 

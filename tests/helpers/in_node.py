@@ -1,6 +1,8 @@
-"""``in_node.py PID NAME=VALUE ... PROGRAM ARGUMENT ...``: run a Python program on the node whose first process is PID.
+"""``in_node.py PID NAME=VALUE ... PROGRAM ARGUMENT ...``: run a Python program on the node whose
+first process is PID.
 
-For ``forks.start``: a fork of pytest enters the node, where a new interpreter would import torch again.
+For ``forks.start``: a fork of pytest enters the node, where a new interpreter would import torch
+again.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ EXPERTS = 4
 
 
 class Layer(nn.Module):
-    """Rows that 4 ranks share unevenly (6, 10) or not at all (1), experts, and a parameter without elements."""
+    """Rows that 4 ranks share unevenly (6, 10) or not at all (1), experts, and a parameter without
+    elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +32,9 @@ class Layer(nn.Module):
 
 
 class Layered(nn.Module):
-    """Two blocks between an embedding and a head that share one weight only by shape: stages could not be tied."""
+    """Two blocks between an embedding and a head that share one weight only by shape: stages could
+    not be tied.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +71,9 @@ def hsdp(net: nn.Module) -> nn.Module:
 
 
 def tensor_parallel(net: nn.Module) -> nn.Module:
-    """Columns and rows cut by one axis, then rows by the other: strided shards; norms on one axis only."""
+    """Columns and rows cut by one axis, then rows by the other: strided shards; norms on one axis
+    only.
+    """
     mesh = mesh_of((2, 2), "dp", "tp")
     for block in net.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -108,7 +114,9 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def stage(net: nn.Module) -> nn.Module:
-    """Keep this rank's stage of two, on a mesh of its own: ranks 0 and 1 the beginning, 2 and 3 the rest."""
+    """Keep this rank's stage of two, on a mesh of its own: ranks 0 and 1 the beginning, 2 and 3 the
+    rest.
+    """
     mesh = mesh_of((2, 2), "pp", "dp")
     number = mesh["pp"].get_local_rank()
     del net.blocks[1 - number]
@@ -123,8 +131,12 @@ def stage_group() -> dist.ProcessGroup:
     return mesh_of((2, 2), "pp", "dp")["dp"].get_group()
 
 
-def built(layout: Callable[[nn.Module], nn.Module], seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model in a layout, and AdamW that has stepped once; the same arithmetic, element by element, in each."""
+def built(
+    layout: Callable[[nn.Module], nn.Module], seed: int = 1
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model in a layout, and AdamW that has stepped once; the same arithmetic, element by
+    element, in each.
+    """
     net = layout(valued(Layered(), seed))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
     for param in net.parameters():
@@ -134,11 +146,14 @@ def built(layout: Callable[[nn.Module], nn.Module], seed: int = 1) -> tuple[nn.M
     return net, optimizer
 
 
-kept = functools.cache(built)  # what is saved and compared, and changed only in the way of ``spoiled``
+# what is saved and compared, and changed only in the way of ``spoiled``
+kept = functools.cache(built)
 
 
 def spoiled(layout: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """``built``, at the first call of this process, with another value in every element at each call."""
+    """``built``, at the first call of this process, with another value in every element at each
+    call.
+    """
     net, optimizer = kept(layout, seed=2)
     for part in parts_of(net, optimizer).values():
         part.neg_().sub_(1)
@@ -150,13 +165,18 @@ def parts_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     found = dict(net.state_dict())
     for name, param in net.named_parameters():
         found |= {f"{name}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
-    return {name: value.detach().to_local() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return {
+        name: value.detach().to_local() if isinstance(value, DTensor) else value
+        for name, value in found.items()
+    }
 
 
 def assert_plain_values(
     net: nn.Module, optimizer: torch.optim.Optimizer, layout: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Compare with ``built(layout)``, whose full tensors are compared with the plain model's when it is saved."""
+    """Compare with ``built(layout)``, whose full tensors are compared with the plain model's when
+    it is saved.
+    """
     assert_equal(parts_of(net, optimizer), parts_of(*kept(layout)))
 
 
@@ -171,11 +191,15 @@ def values_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     """Every full tensor of model and optimizer, by name. Collective."""
     found = {name: full(tensor.detach()) for name, tensor in net.state_dict().items()}
     for name, param in net.named_parameters():
-        found |= {f"{name}/{key}": full(value) for key, value in optimizer.state.get(param, {}).items()}
+        found |= {
+            f"{name}/{key}": full(value) for key, value in optimizer.state.get(param, {}).items()
+        }
     return found
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], *, some: bool = False) -> None:
+def assert_equal(
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, some: bool = False
+) -> None:
     """To the bit; ``some`` of them, where a stage has no more."""
     assert found
     assert some or found.keys() == expected.keys()

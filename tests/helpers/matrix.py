@@ -1,7 +1,9 @@
-"""Every combination of what changes a step: checkpointing, compile, precision, offload, HSDP, accumulation.
+"""Every combination of what changes a step: checkpointing, compile, precision, offload, HSDP,
+accumulation.
 
-``python tests/helpers/matrix.py --write`` trains NET in all of them on 4 ranks, 3 minutes, and writes the table into
-docs/the-plan.md. ``[--pairs] name ...`` takes "float8" or models of the zoo. CI takes ``pairs()``, where any two meet.
+``python tests/helpers/matrix.py --write`` trains NET in all of them on 4 ranks, 3 minutes, and
+writes the table into docs/the-plan.md. ``[--pairs] name ...`` takes "float8" or models of the zoo.
+CI takes ``pairs()``, where any two meet.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ TOGETHER = len(OFFLOAD) * len(MICRO_BATCHES)  # cells that the table shows in on
 class Block(nn.Module):
     """Attention and an MLP, perhaps with a buffer that stays and two that forward changes.
 
-    With buffers the compiled block is checkpointed, without them the compiler traces the checkpointing.
+    With buffers the compiled block is checkpointed, without them the compiler traces the
+    checkpointing.
     """
 
     def __init__(self, has_buffers: bool) -> None:
@@ -60,7 +63,9 @@ class Block(nn.Module):
                 self.calls += 1
             x = x * self.scale.to(x.dtype)
         q, k, v = self.qkv(self.norm(x)).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.mlp(x)
 
 
@@ -76,11 +81,15 @@ class Net(nn.Module):
 
 
 def float8_net() -> nn.Module:
-    """Net with torchao's float8 linear layers in its blocks, whose weights are gathered in float8."""
+    """Net with torchao's float8 linear layers in its blocks, whose weights are
+    gathered in float8.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config, net = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True), Net()
-    return convert_to_float8_training(net, config=config, module_filter_fn=lambda _, fqn: fqn != "head")
+    return convert_to_float8_training(
+        net, config=config, module_filter_fn=lambda _, fqn: fqn != "head"
+    )
 
 
 NET = Entry(Net, lambda seed: {"x": floats(seed, 2, 5, 8)})
@@ -88,18 +97,26 @@ FLOAT8 = Entry(float8_net, NET.batch)
 
 
 def pairs() -> list[Cell]:
-    """A few cells in which every two settings meet; in this order few are compiled, which takes long."""
+    """A few cells in which every two settings meet; in this order few are compiled, which takes
+    long.
+    """
     chosen: list[Cell] = []
     order = sorted(CELLS, key=lambda cell: cell[::-1])
     missing = {pair for cell in CELLS for pair in itertools.combinations(enumerate(cell), 2)}
     while missing:
-        chosen.append(max(order, key=lambda cell: len(missing & {*itertools.combinations(enumerate(cell), 2)})))
+        chosen.append(
+            max(
+                order, key=lambda cell: len(missing & {*itertools.combinations(enumerate(cell), 2)})
+            )
+        )
         missing -= {*itertools.combinations(enumerate(chosen[-1]), 2)}
     return chosen
 
 
 def seen(cells: list[Cell], name: str = "NET") -> dict[Cell, str]:
-    """Train a model in each cell as the plain one is trained, and say what differs. On each of 4 ranks."""
+    """Train a model in each cell as the plain one is trained, and say what differs. On each of 4
+    ranks.
+    """
     entry = {"NET": NET, "float8": FLOAT8}.get(name, name)
     return {cell: _seen(cell, entry) for cell in cells}
 
@@ -110,7 +127,8 @@ def _seen(cell: Cell, entry: str | Entry) -> str:
     options = {"checkpoint_activations": checkpointing, "compile": compiles, **precision, **offload}
     torch.compiler.reset()
     counters.clear()
-    eager = functools.partial(torch.compile, backend="aot_eager")  # it is tracing that counts, not the kernels
+    # it is tracing that counts, not the kernels
+    eager = functools.partial(torch.compile, backend="aot_eager")
     try:
         with mock.patch.object(torch, "compile", eager):
             parity.one_counts(entry, mesh, "sgd", 2, micro_batches, **options)
@@ -122,8 +140,14 @@ def _seen(cell: Cell, entry: str | Entry) -> str:
 
 
 def table(outcomes: dict[Cell, str]) -> str:
-    """A row for each checkpointing and compile; where offload and micro-batches make no difference, one word."""
-    heads = ["`checkpoint_activations`", "`compile`", *map(", ".join, itertools.product(PRECISION, MESH))]
+    """A row for each checkpointing and compile; where offload and micro-batches make no difference,
+    one word.
+    """
+    heads = [
+        "`checkpoint_activations`",
+        "`compile`",
+        *map(", ".join, itertools.product(PRECISION, MESH)),
+    ]
     lines, found = [heads, ["---"] * len(heads)], [outcomes[cell] for cell in CELLS]
     for row in itertools.product(CHECKPOINTING, COMPILE):
         line = [f"`{value}`" for value in row]
@@ -138,18 +162,32 @@ def on_page() -> dict[Cell, str]:
     """What the table in the docs says of each cell."""
     lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
     groups = [text.split(" / ") for line in lines[2:] for text in line.strip("| ").split(" | ")[2:]]
-    return dict(zip(CELLS, [each for group in groups for each in group * (TOGETHER // len(group))], strict=True))
+    return dict(
+        zip(
+            CELLS,
+            [each for group in groups for each in group * (TOGETHER // len(group))],
+            strict=True,
+        )
+    )
 
 
 def main(names: list[str], write: bool, few: bool) -> None:
     for name in names or ["NET"]:
         with RankPool(4, timeout=3600) as pool:
             outcomes = pool.run(seen, pairs() if few else CELLS, name)[0]
-        print(name, {each: list(outcomes.values()).count(each) for each in outcomes.values()}, flush=True)
+        print(
+            name,
+            {each: list(outcomes.values()).count(each) for each in outcomes.values()},
+            flush=True,
+        )
     if write and END in PAGE.read_text():
         before, _, after = PAGE.read_text().partition(BEGIN)
         PAGE.write_text(before + BEGIN + table(outcomes) + END + after.partition(END)[2])
 
 
 if __name__ == "__main__":
-    main([each for each in sys.argv[1:] if each[0] != "-"], "--write" in sys.argv, "--pairs" in sys.argv)
+    main(
+        [each for each in sys.argv[1:] if each[0] != "-"],
+        "--write" in sys.argv,
+        "--pairs" in sys.argv,
+    )

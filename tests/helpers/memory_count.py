@@ -22,7 +22,9 @@ from shardkit.testing import fake_world
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of every storage that an operator has touched, until it is freed; FSDP2's resizing shows."""
+    """Counts the bytes of every storage that an operator has touched, until it is freed; FSDP2's
+    resizing shows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +49,11 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "meta":
+            if (
+                isinstance(leaf, Tensor)
+                and not isinstance(leaf, DTensor)
+                and leaf.device.type != "meta"
+            ):
                 self.see(leaf.untyped_storage())
         return result
 
@@ -66,10 +72,12 @@ class LiveStorages(TorchDispatchMode):
 
 
 def counted_peak(model: nn.Module, plan: ShardingPlan, step: Callable[[nn.Module], object]) -> int:
-    """The most bytes alive on rank 0 of the plan's ranks in the second step: shards, buffers and all that comes on top.
+    """The most bytes alive on rank 0 of the plan's ranks in the second step: shards, buffers and
+    all that comes on top.
 
     Args:
-        model: real, not sharded; sharded here, in a fake world: its values become wrong, its sizes do not.
+        model: real, not sharded; sharded here, in a fake world: its values become wrong, its sizes
+            do not.
         plan: to shard it by.
         step: one forward and backward.
     """
@@ -91,7 +99,9 @@ def _local(param: nn.Parameter) -> Tensor:
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-    """Bytes of this rank by category, each storage once, and "on the CPU" what is offloaded of them."""
+    """Bytes of this rank by category, each storage once, and "on the CPU" what is offloaded of
+    them.
+    """
     params = [param for _, param in named_sharded_parameters(model)]
     first = next(iter(params), torch.empty(0))
     device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
@@ -104,10 +114,16 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> di
     }
     found: dict[str, int] = {"on the CPU": 0}
     for name, each in tensors.items():
-        local = [_local(tensor) for tensor in each if isinstance(tensor, Tensor) and tensor.device.type != "meta"]
+        local = [
+            _local(tensor)
+            for tensor in each
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta"
+        ]
         storages = {tensor.untyped_storage() for tensor in local}
         found[name] = sum(storage.nbytes() for storage in storages if storage.device.type == device)
-        found["on the CPU"] += sum(storage.nbytes() for storage in storages if storage.device.type != device)
+        found["on the CPU"] += sum(
+            storage.nbytes() for storage in storages if storage.device.type != device
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Meshes of all CPU ranks, each made once in a world: it makes process groups, and ranks with many are replaced.
+"""Meshes of all CPU ranks, each made once in a world: it makes process groups, and ranks with many
+are replaced.
 
 ``part_of`` cuts a tensor as one of them does.
 """

@@ -1,4 +1,6 @@
-"""Constructions: each is something that people write, and that a simpler way of recording gets wrong."""
+"""Constructions: each is something that people write, and that a simpler way of recording gets
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def own(value: Tensor) -> nn.ParameterList:
 
 
 class Holder(nn.Module):
-    """A module with what ``fill`` puts in it, and a linear layer after, so that the random state matters."""
+    """A module with what ``fill`` puts in it, and a linear layer after, so that the random state
+    matters.
+    """
 
     def __init__(self, fill) -> None:
         super().__init__()
@@ -34,7 +38,9 @@ def in_place_parts(m):
 
 
 def samplers(m):
-    for i, init in enumerate((nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.kaiming_normal_, nn.init.eye_)):
+    for i, init in enumerate(
+        (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.kaiming_normal_, nn.init.eye_)
+    ):
         setattr(m, f"w{i}", nn.Parameter(init(torch.empty(6, 5))))
     m.tail = nn.Parameter(nn.init.trunc_normal_(torch.empty(4, 3), a=1.9, b=2.0))
     m.sparse = nn.Parameter(nn.init.sparse_(torch.empty(10, 4), 0.3))
@@ -72,7 +78,9 @@ def reused_numpy_memory(m):
 
 
 def buffers(m):
-    m.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2).float() / 8), persistent=False)
+    m.register_buffer(
+        "inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2).float() / 8), persistent=False
+    )
     m.register_buffer("original", m.inv_freq, persistent=False)
     m.register_buffer("position", torch.arange(6).expand(1, -1))
     m.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
@@ -147,7 +155,8 @@ def looks_at_devices(m):
 
 
 def draws_that_depend_on_values(m):
-    torch.poisson(torch.rand(50) * 20)  # the result is dropped, but how many numbers it took follows from the rates
+    # the result is dropped, but how many numbers it took follows from the rates
+    torch.poisson(torch.rand(50) * 20)
     torch.bernoulli(torch.rand(5))
     m.w = nn.Parameter(torch.randn(3))
 
@@ -157,7 +166,9 @@ def decompositions(m):
     m.vh = nn.Parameter(vh[:3].clone(memory_format=torch.contiguous_format))
     m.values = nn.Parameter(s)
     m.spectrum = nn.Parameter(
-        torch.view_as_real(torch.fft.rfft2(torch.randn(4, 6)))[..., 0].clone(memory_format=torch.contiguous_format)
+        torch.view_as_real(torch.fft.rfft2(torch.randn(4, 6)))[..., 0].clone(
+            memory_format=torch.contiguous_format
+        )
     )
 
 

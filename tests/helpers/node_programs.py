@@ -1,4 +1,6 @@
-"""``node_programs.py PROGRAM FOLDER``: what the ranks of two nodes of two run; ``FOLDER`` is on the shared disk."""
+"""``node_programs.py PROGRAM FOLDER``: what the ranks of two nodes of two run; ``FOLDER`` is on the
+shared disk.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from shardkit import (
     watch,
 )
 
-KINDS = {"by node": {"mesh": MeshSpec.hybrid(2, 2)}, "resharded in a node": {"reshard_after_forward": 2}}
+KINDS = {
+    "by node": {"mesh": MeshSpec.hybrid(2, 2)},
+    "resharded in a node": {"reshard_after_forward": 2},
+}
 ON_ONE_NODE = {"by node": {"mesh": MeshSpec.sharded(2)}, "resharded in a node": {}}
 STEPS = 3  # before the checkpoint, and after it
 LIMIT = 4.0  # seconds without the other ranks, of the watch, and of the process group
@@ -35,7 +40,9 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 def build(**settings) -> Trained:
     """Return the model, sharded in a process group, and its optimizer."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+    )
     if dist.is_initialized():
         shard_model(model, **settings)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -60,7 +67,9 @@ def step(trained: Trained, number: int) -> float:
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return all parameters and all tensors of the optimizer, on rank 0."""
     states = full_optimizer_state_dict(model, optimizer).get("state", {})
-    parts = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+    parts = {
+        f"{name}.{key}": value for name, state in states.items() for key, value in state.items()
+    }
     return full_state_dict(model) | parts
 
 
@@ -89,7 +98,9 @@ def resume(folder: Path) -> None:
 
 
 def endless(folder: Path) -> None:
-    """Train until the ranks of a node are lost; a file says when this rank has trained for a while."""
+    """Train until the ranks of a node are lost; a file says when this rank has trained
+    for a while.
+    """
     logging.basicConfig(format="%(message)s")
     trained, began = build(mesh=MeshSpec.hybrid(2, 2)), time.monotonic()
     with watch(trained[0], after=LIMIT, end=True):

@@ -37,7 +37,9 @@ class Node(NamedTuple):
 
     def run(self, *words: str | Path) -> str:
         """Run a command there, and return what it prints."""
-        return subprocess.run(self.command(*words), check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            self.command(*words), check=True, capture_output=True, text=True
+        ).stdout
 
     def lose(self) -> None:
         """Lose the node as in a power failure: no connection is closed, and nothing answers any more."""
@@ -47,12 +49,18 @@ class Node(NamedTuple):
 
 def missing() -> str:
     """Return why there can be no nodes here, or an empty string."""
-    programs = [name for name in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(name) is None]
+    programs = [
+        name
+        for name in ("ip", "unshare", "nsenter", "mount", "hostname")
+        if shutil.which(name) is None
+    ]
     if programs:
         return f"no {', '.join(programs)} here (apt-get install iproute2)"
     if os.geteuid():
         return "network namespaces need root"
-    test = subprocess.run(["unshare", *_FLAGS, "--fork", "ip", "link"], capture_output=True, text=True)
+    test = subprocess.run(
+        ["unshare", *_FLAGS, "--fork", "ip", "link"], capture_output=True, text=True
+    )
     return f"no network namespaces here: {test.stderr.strip()}" if test.returncode else ""
 
 
@@ -61,14 +69,31 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
     """Make two nodes that are connected, and end them; ``folder`` is for their files."""
     addresses = {"node0": "10.77.0.1", "node1": "10.77.0.2"}
     hosts = folder / "hosts"
-    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{each} {name}\n" for name, each in addresses.items()))
+    hosts.write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{each} {name}\n" for name, each in addresses.items())
+    )
     with ExitStack() as stack:
-        first, second = nodes = [Node(*each, stack.enter_context(_first(each[0], hosts))) for each in addresses.items()]
+        first, second = nodes = [
+            Node(*each, stack.enter_context(_first(each[0], hosts))) for each in addresses.items()
+        ]
         # The other end goes with the network of either, so a network is kept when its processes end.
         for node in nodes:
             stack.callback(os.close, os.open(f"/proc/{node.pid}/ns/net", os.O_RDONLY))
-        link = ["ip", "link", "add", INTERFACE, "type", "veth", "peer", INTERFACE, "netns", str(second.pid)]
-        subprocess.run(["nsenter", f"--target={first.pid}", "--net", *link], check=True)  # pids are those of here
+        link = [
+            "ip",
+            "link",
+            "add",
+            INTERFACE,
+            "type",
+            "veth",
+            "peer",
+            INTERFACE,
+            "netns",
+            str(second.pid),
+        ]
+        subprocess.run(
+            ["nsenter", f"--target={first.pid}", "--net", *link], check=True
+        )  # pids are those of here
         for node in nodes:
             node.run("ip", "address", "add", f"{node.address}/24", "dev", INTERFACE)
             node.run("ip", "link", "set", INTERFACE, "up")
@@ -78,7 +103,9 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
 @contextmanager
 def _first(name: str, hosts: Path) -> Iterator[int]:
     command = ["unshare", *_FLAGS, "--fork", "--mount-proc", "sh", "-c", _START, name, str(hosts)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         yield int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())

@@ -56,9 +56,15 @@ def assert_same_parameters(net: nn.Module, other: nn.Module) -> None:
 def assert_same_state(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     """The same keys, classes, placements and bits, parameter for parameter."""
     pairs = zip(optimizer.param_groups, other.param_groups, strict=True)
-    params = [pair for ours, theirs in pairs for pair in zip(ours["params"], theirs["params"], strict=True)]
+    params = [
+        pair
+        for ours, theirs in pairs
+        for pair in zip(ours["params"], theirs["params"], strict=True)
+    ]
     known = {id(param) for param, _ in params}
-    assert all(id(key) in known for key in optimizer.state), "state under something else than a parameter"
+    assert all(id(key) in known for key in optimizer.state), (
+        "state under something else than a parameter"
+    )
     for param, theirs in params:
         state, expected = optimizer.state[param], other.state[theirs]
         assert state.keys() == expected.keys()
@@ -66,7 +72,10 @@ def assert_same_state(optimizer: torch.optim.Optimizer, other: torch.optim.Optim
             assert type(value) is type(expected[key]), key
             if isinstance(value, DTensor):
                 assert value.placements == expected[key].placements == param.placements
-                assert (value.shape, value.stride()) == (expected[key].shape, expected[key].stride())
+                assert (value.shape, value.stride()) == (
+                    expected[key].shape,
+                    expected[key].stride(),
+                )
             if isinstance(value, Tensor):
                 assert value.dtype == expected[key].dtype
                 assert torch.equal(local(value), local(expected[key])), key

@@ -1,8 +1,9 @@
-"""The functions of docs/integrations.md, what they train, and the plain loop that they must agree with.
+"""The functions of docs/integrations.md, what they train, and the plain loop that they must agree
+with.
 
-Other trainers find ranks by torchrun's environment, and accelerate keeps its state for the process: ``torchrun``
-gives the ranks of a pool both for one run. The packages take seconds to import: ``packages`` does so in pytest's
-process, once for all ranks.
+Other trainers find ranks by torchrun's environment, and accelerate keeps its state for the process:
+``torchrun`` gives the ranks of a pool both for one run. The packages take seconds to import:
+``packages`` does so in pytest's process, once for all ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ def torchrun() -> Iterator[None]:
     from accelerate.state import AcceleratorState
 
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    settings = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    settings = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }
     more = {"MASTER_ADDR": "none", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "none"}
     with mock.patch.dict(os.environ, settings | more):
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -62,8 +69,15 @@ def tiny() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 32}
-    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "max_position_embeddings": 32,
+    }
+    config = LlamaConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, use_cache=False
+    )
     return LlamaForCausalLM(config)
 
 
@@ -77,7 +91,9 @@ def batch(of: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in of]) for name in of[0]}
 
 
-def plain_loop(steps: int, accumulate: int = 1, decay: float = 0.01, rows_of: int = ROWS) -> Trained:
+def plain_loop(
+    steps: int, accumulate: int = 1, decay: float = 0.01, rows_of: int = ROWS
+) -> Trained:
     """Train the unsharded model on the global batches, in this process alone."""
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=decay)
@@ -110,7 +126,9 @@ class Trained:
 
 def full(model: nn.Module) -> dict[str, Tensor]:
     params = ((name, param.detach()) for name, param in model.named_parameters())
-    return {name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in params}
+    return {
+        name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in params
+    }
 
 
 def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:

@@ -1,10 +1,11 @@
 """A model and its sharded copy, trained side by side on every rank.
 
-Each rank feeds its own batch to both copies. The plain one's gradients are averaged over the ranks by all-reduces
-here. In step t only rank t % world counts, the others multiply their loss by zero. A sum of one number and zeros is
-exact in any order, and so is the mean over 4 ranks, so nothing may differ by a single bit: losses, gradients,
-parameters and buffers. (``torch.equal`` holds 0.0 and -0.0 equal, which sums may exchange.) Sums of all ranks are
-compared where they are exact, on integers, in ``tests/grads``.
+Each rank feeds its own batch to both copies. The plain one's gradients are averaged over the ranks
+by all-reduces here. In step t only rank t % world counts, the others multiply their loss by zero. A
+sum of one number and zeros is exact in any order, and so is the mean over 4 ranks, so nothing may
+differ by a single bit: losses, gradients, parameters and buffers. (``torch.equal`` holds 0.0 and
+-0.0 equal, which sums may exchange.) Sums of all ranks are compared where they are exact, on
+integers, in ``tests/grads``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from shardkit.optim import step_on_local_shards
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "adamw on local shards": lambda params: step_on_local_shards(torch.optim.AdamW(params, lr=1e-2)),
+    "adamw on local shards": lambda params: step_on_local_shards(
+        torch.optim.AdamW(params, lr=1e-2)
+    ),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
 }
 PLAIN = {"adamw on local shards": "adamw"}
@@ -40,11 +43,14 @@ def one_counts(
     micro_batches: int = 1,
     **options: Any,
 ) -> None:
-    """Train an entry, or that of a name in the zoo, and its copy under ``shard_model(copy, **options)``: equal bits.
+    """Train an entry, or that of a name in the zoo, and its copy under
+    ``shard_model(copy, **options)``: equal bits.
 
     With an ``mp_policy`` the plain gradients come from a copy that is cast as FSDP2 casts.
     """
-    entry, plain, sharded, plan = _copies(name if isinstance(name, Entry) else ZOO[name], mesh, options)
+    entry, plain, sharded, plan = _copies(
+        name if isinstance(name, Entry) else ZOO[name], mesh, options
+    )
     compute = _cast_copy(entry, plan) if "mp_policy" in options else plain
     optimizers = [OPTIMIZERS[PLAIN.get(optimizer, optimizer)](plain.parameters())]
     optimizers.append(OPTIMIZERS[optimizer](sharded.parameters()))
@@ -63,8 +69,12 @@ def one_counts(
             each.step()
             each.zero_grad()
         _take_over(compute, plain)
-        problems += _differences("parameter", dict(plain.named_parameters()), dict(sharded.named_parameters()))
-        problems += _differences("buffer", dict(compute.named_buffers()), dict(sharded.named_buffers()))
+        problems += _differences(
+            "parameter", dict(plain.named_parameters()), dict(sharded.named_parameters())
+        )
+        problems += _differences(
+            "buffer", dict(compute.named_buffers()), dict(sharded.named_buffers())
+        )
         _raise_together([f"step {step}: {problem}" for problem in problems])
     moved = [fqn for fqn, param in plain.named_parameters() if not torch.equal(param, start[fqn])]
     assert moved, "nothing was trained"
@@ -92,18 +102,26 @@ def _copies(
 
 
 def _stop_caching(model: nn.Module) -> None:
-    """What is recomputed must not append to a cache; transformers gives an encoder or decoder its own config."""
+    """What is recomputed must not append to a cache; transformers gives an encoder or decoder its
+    own config.
+    """
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
 
 
 def _cast_copy(entry: Entry, plan: ShardingPlan) -> nn.Module:
-    """A copy that computes as FSDP2 does: parameters in ``param_dtype``, and the inputs of each unit cast to it."""
+    """A copy that computes as FSDP2 does: parameters in ``param_dtype``, and the inputs of each
+    unit cast to it.
+    """
 
     def cast_inputs(dtype: torch.dtype) -> Any:
         def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            return (
+                value.to(dtype)
+                if isinstance(value, Tensor) and value.is_floating_point()
+                else value
+            )
 
         return lambda module, args, kwargs: tree_map(cast, (args, kwargs))
 
@@ -112,7 +130,10 @@ def _cast_copy(entry: Entry, plan: ShardingPlan) -> nn.Module:
     cast = plan.replicated_modules()
     for unit in plan.units:
         dtype = unit.mp_policy.param_dtype
-        for fqn in (*unit.params, *(each for each in plan.replicated if each.rpartition(".")[0] in cast)):
+        for fqn in (
+            *unit.params,
+            *(each for each in plan.replicated if each.rpartition(".")[0] in cast),
+        ):
             param = model.get_parameter(fqn)
             param.data = param.data.to(dtype)
         for fqn in unit.modules:
@@ -139,9 +160,13 @@ def _add_up_gradients_at_unit_inputs(plain: nn.Module, plan: ShardingPlan) -> No
 
     def cross(module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        places = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         if places:
-            for place, tensor in zip(places, _Boundary.apply(*(leaves[i] for i in places)), strict=True):
+            for place, tensor in zip(
+                places, _Boundary.apply(*(leaves[i] for i in places)), strict=True
+            ):
                 leaves[place] = tensor
         return tree_unflatten(leaves, structure)
 
@@ -157,8 +182,12 @@ def _ties(model: nn.Module) -> set[tuple[str, ...]]:
     return {tuple(fqns) for fqns in groups.values()}
 
 
-def _backward(entry: Entry, plain: nn.Module, sharded: nn.Module, number: int, counts: float) -> None:
-    """Both backwards of a micro-batch; the mean over the ranks of the plain gradients is their sum."""
+def _backward(
+    entry: Entry, plain: nn.Module, sharded: nn.Module, number: int, counts: float
+) -> None:
+    """Both backwards of a micro-batch; the mean over the ranks of the plain gradients
+    is their sum.
+    """
     batch = entry.batch(number * dist.get_world_size() + dist.get_rank())
     expected = entry.loss(plain, batch)
     (expected * (counts / dist.get_world_size())).backward()
@@ -171,7 +200,9 @@ def _backward(entry: Entry, plain: nn.Module, sharded: nn.Module, number: int, c
 
 
 def _add_gradients(plain: nn.Module, compute: nn.Module) -> None:
-    """Add the gradients of a micro-batch in the parameters' own dtype, as FSDP2 adds them in ``reduce_dtype``."""
+    """Add the gradients of a micro-batch in the parameters' own dtype, as FSDP2 adds them in
+    ``reduce_dtype``.
+    """
     for param, twin in zip(plain.parameters(), compute.parameters(), strict=True):
         if twin is not param and twin.grad is not None:
             grad, twin.grad = twin.grad.to(param.dtype), None
@@ -181,16 +212,22 @@ def _add_gradients(plain: nn.Module, compute: nn.Module) -> None:
 def _sum_over_ranks_(model: nn.Module, zeros: bool) -> None:
     """Replace gradients by their sum over the ranks, where any rank has one.
 
-    A parameter that no rank uses keeps None, or with ``zeros`` gets zeros, which is what FSDP2 does when it is
-    told that the ranks may use different ones.
+    A parameter that no rank uses keeps None, or with ``zeros`` gets zeros, which is what FSDP2 does
+    when it is told that the ranks may use different ones.
     """
     params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
-    present = torch.tensor([zeros or param.grad is not None for param in params.values()], dtype=torch.uint8)
+    present = torch.tensor(
+        [zeros or param.grad is not None for param in params.values()], dtype=torch.uint8
+    )
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
-    params = {fqn: param for (fqn, param), used in zip(params.items(), present, strict=True) if used}
+    params = {
+        fqn: param for (fqn, param), used in zip(params.items(), present, strict=True) if used
+    }
     for dtype in sorted({param.dtype for param in params.values()}, key=str):
         group = [param for param in params.values() if param.dtype == dtype]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group])
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group]
+        )
         dist.all_reduce(flat)
         for param, total in zip(group, flat.split([param.numel() for param in group]), strict=True):
             param.grad = total.view_as(param)
@@ -211,7 +248,9 @@ def _differences(what: str, plain: dict[str, Tensor], sharded: dict[str, Tensor]
         if isinstance(actual, DTensor):
             expected, actual = part_of(expected, actual), actual.to_local()
         if not torch.equal(actual, expected):
-            problems.append(f"{what} {fqn} differs by up to {(actual - expected).abs().max().item()}")
+            problems.append(
+                f"{what} {fqn} differs by up to {(actual - expected).abs().max().item()}"
+            )
     return problems
 
 

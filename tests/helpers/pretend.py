@@ -1,4 +1,6 @@
-"""A simulated accelerator in Python, for tests: real devices and values, with the host's speed and memory."""
+"""A simulated accelerator in Python, for tests: real devices and values, with the host's speed and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ from shardkit._torch.dispatch import fake_store
 _on = False
 
 
-# ---- what torch expects of ``torch.<accelerator>`` ---------------------------------------------------------------
+# ---- what torch expects of ``torch.<accelerator>`` -----------------------------------------------
 
 
 def _memory_stats(*args: Any) -> dict[str, int]:
     sizes = {"current": memory.allocated(), "peak": memory.peak}
-    return {f"{kind}_bytes.all.{when}": size for kind in ("allocated", "reserved") for when, size in sizes.items()}
+    return {
+        f"{kind}_bytes.all.{when}": size
+        for kind in ("allocated", "reserved")
+        for when, size in sizes.items()
+    }
 
 
 def _reset_peak(*args: Any) -> None:
@@ -36,7 +42,12 @@ def _reset_peak(*args: Any) -> None:
 class Module:
     """``torch.pretend``, as ``torch.cuda`` is for CUDA."""
 
-    Stream, Event, current_stream, synchronize = Stream, Event, staticmethod(current_stream), staticmethod(synchronize)
+    Stream, Event, current_stream, synchronize = (
+        Stream,
+        Event,
+        staticmethod(current_stream),
+        staticmethod(synchronize),
+    )
     is_available = is_initialized = staticmethod(lambda: _on)
     device_count, current_device = staticmethod(lambda: 1), staticmethod(lambda: 0)
     set_device = empty_cache = _lazy_init = _is_in_bad_fork = staticmethod(lambda *args: None)
@@ -55,13 +66,15 @@ class Module:
         self.set_rng_state: Callable[..., object] = lambda state, *args: generator.set_state(state)
 
 
-# ---- what a Python backend cannot register, patched while the device is there ------------------------------------
+# ---- what a Python backend cannot register, patched while the device is there --------------------
 
 _data: Any = torch._C.TensorBase.data
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    """``tensor.data = value`` across devices, which real accelerators accept and PrivateUse1 does not (torch 2.13)."""
+    """``tensor.data = value`` across devices, which real accelerators accept and PrivateUse1 does
+    not (torch 2.13).
+    """
     if is_here(tensor) == is_here(value):
         _data.__set__(tensor, value)
         return
@@ -80,7 +93,9 @@ _empty_function, _empty_like = torch.empty, torch.empty_like
 
 
 def _resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
-    """Resize as FSDP2 does to free memory; here it is kept and poisoned, so that a use after it shows."""
+    """Resize as FSDP2 does to free memory; here it is kept and poisoned, so that a use after it
+    shows.
+    """
     if storage.device.type != NAME:
         return _resize(storage, size)
     at = storage.data_ptr()
@@ -91,13 +106,18 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
         memory.freed.discard(at)
     elif size != _nbytes(storage):
         raise NotImplementedError(
-            f"{NAME}: cannot resize a storage of {_nbytes(storage)} bytes to {size}, only to 0 and back"
+            f"{NAME}: cannot resize a storage of {_nbytes(storage)} bytes to {size}, only to 0 and "
+            "back"
         )
     return storage
 
 
 def _storage_nbytes(storage: torch.UntypedStorage) -> int:
-    return 0 if storage.device.type == NAME and storage.data_ptr() in memory.freed else _nbytes(storage)
+    return (
+        0
+        if storage.device.type == NAME and storage.data_ptr() in memory.freed
+        else _nbytes(storage)
+    )
 
 
 def _clone_storage(storage: torch.UntypedStorage) -> Any:
@@ -113,7 +133,9 @@ def _pin(tensor: Tensor, *args: Any) -> Tensor:
     return memory.pin(tensor.detach().clone())
 
 
-def _empty_pinned(make: Callable[..., Tensor], *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+def _empty_pinned(
+    make: Callable[..., Tensor], *args: Any, pin_memory: bool = False, **kwargs: Any
+) -> Tensor:
     made = make(*args, **kwargs)
     return memory.pin(made) if pin_memory else made
 
@@ -139,8 +161,12 @@ _registered: list[torch.library.Library] = []
 
 def _register() -> None:
     """Give PrivateUse1 its name, operators and module, once for the process."""
-    importlib.import_module("torch._dynamo")  # on import it compares what is patched here with copies of its own
-    from torch.utils.backend_registration import _DummyPrivateUse1Hook, _setup_privateuseone_for_python_backend
+    # on import it compares what is patched here with copies of its own
+    importlib.import_module("torch._dynamo")
+    from torch.utils.backend_registration import (
+        _DummyPrivateUse1Hook,
+        _setup_privateuseone_for_python_backend,
+    )
 
     class Hook(_DummyPrivateUse1Hook):
         def is_available(self) -> bool:
@@ -155,7 +181,9 @@ def _register() -> None:
 
 
 def _join_group() -> None:
-    """Turn a process group of gloo into one of ``"cpu:gloo,pretend:gloo"``, from which further groups are made."""
+    """Turn a process group of gloo into one of ``"cpu:gloo,pretend:gloo"``, from which further
+    groups are made.
+    """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         world, known = dist.group.WORLD, dist.distributed_c10d._world
         gloo = world._get_backend(torch.device("cpu"))
@@ -177,7 +205,9 @@ def _pretended() -> Iterator[None]:
             own = name in vars(owner)
             was = getattr(owner, name) if own else None
             setattr(owner, name, replacement)
-            stack.callback(setattr, owner, name, was) if own else stack.callback(delattr, owner, name)
+            stack.callback(setattr, owner, name, was) if own else stack.callback(
+                delattr, owner, name
+            )
         _on = True
         arrive()
         syncs.clear()
@@ -194,9 +224,10 @@ class PretendedAccelerator:
 
     Attributes:
         device: the only device, ``pretend:0``.
-        syncs: what made the host wait for the device, in order: ``"item"``, ``"copy to the host"``, ``"copy to the
-            device"``, ``"stream"``, ``"event"``, ``"device"``, and operators such as ``"aten::nonzero"``. A copy counts
-            unless it is ``non_blocking`` and its CPU side is pinned. Clear the list to start counting.
+        syncs: what made the host wait for the device, in order: ``"item"``, ``"copy to the host"``,
+            ``"copy to the device"``, ``"stream"``, ``"event"``, ``"device"``, and operators such as
+            ``"aten::nonzero"``. A copy counts unless it is ``non_blocking`` and its CPU side is
+            pinned. Clear the list to start counting.
     """
 
     device: torch.device
@@ -205,14 +236,17 @@ class PretendedAccelerator:
 
 @contextlib.contextmanager
 def pretend_accelerator() -> Iterator[PretendedAccelerator]:
-    """Give this process, with its process group, an accelerator of type ``"pretend"`` inside the block. Local.
+    """Give this process, with its process group, an accelerator of type ``"pretend"`` inside the
+    block. Local.
 
-    Its tensors are plain tensors on that device in host memory, and operators compute as on the CPU. An operator on
-    tensors of two devices raises, as on a GPU. Uninitialized memory, and memory that FSDP2 freed, reads as NaN; a copy
-    to pinned memory reads as NaN until the host waits. All streams are one.
+    Its tensors are plain tensors on that device in host memory, and operators compute as on the
+    CPU. An operator on tensors of two devices raises, as on a GPU. Uninitialized memory, and memory
+    that FSDP2 freed, reads as NaN; a copy to pinned memory reads as NaN until the host waits. All
+    streams are one.
 
-    torch registers the name and the operators of such a device for the rest of the process, and some functions of torch
-    are replaced inside of the block: use it in tests, in a process without another accelerator.
+    torch registers the name and the operators of such a device for the rest of the process, and
+    some functions of torch are replaced inside of the block: use it in tests, in a process without
+    another accelerator.
     """
     with _pretended():
         yield PretendedAccelerator(device(), syncs)

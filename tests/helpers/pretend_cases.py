@@ -1,4 +1,6 @@
-"""Training on a pretended accelerator and on the CPU, by the same settings: what the accelerator's tests compare."""
+"""Training on a pretended accelerator and on the CPU, by the same settings: what the accelerator's
+tests compare.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,22 @@ def made(start: str, device: str, build: Callable[[], nn.Module] = net) -> nn.Mo
     return build().to(device) if start == "device" else build()
 
 
-def sharded(start: str, device: str, build: Callable[[], nn.Module] = net, shape: Any = (2,), **settings: Any) -> Any:
+def sharded(
+    start: str,
+    device: str,
+    build: Callable[[], nn.Module] = net,
+    shape: Any = (2,),
+    **settings: Any,
+) -> Any:
     model = made(start, device, build)
     shardkit.shard_model(model, mesh=mesh_on(device, shape), **settings)
     return shardkit.materialize(model) if start == "meta" else model
 
 
 def mesh_on(device: str, shape: tuple[int, ...] = (2,)) -> DeviceMesh:
-    return init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+    return init_device_mesh(
+        device, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
+    )
 
 
 def loss_of(model: nn.Module, device: str, step: int = 0) -> Tensor:
@@ -77,11 +87,14 @@ def devices(tensors: Any) -> set[str]:
 
 
 def check_same(one: Any, other: Any, case: object, exactly: bool = True) -> None:
-    """Exact between runs on the accelerator. It takes operators apart that the CPU fuses (``linear``, ``gelu``), so
-    against the CPU values differ by float32's rounding, for which torch's own bound stands.
+    """Exact between runs on the accelerator. It takes operators apart that the CPU fuses
+    (``linear``, ``gelu``), so against the CPU values differ by float32's rounding, for which
+    torch's own bound stands.
     """
     bounds = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-5, "atol": 2e-6}
-    torch.testing.assert_close(plain(one), plain(other), msg=lambda text: f"{case}: {text}", **bounds)
+    torch.testing.assert_close(
+        plain(one), plain(other), msg=lambda text: f"{case}: {text}", **bounds
+    )
 
 
 adamw = partial(torch.optim.AdamW, lr=0.1)

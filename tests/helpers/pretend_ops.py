@@ -1,8 +1,10 @@
-"""The operators and memory of the pretended accelerator: torch's PrivateUse1 device in Python, over host memory.
+"""The operators and memory of the pretended accelerator: torch's PrivateUse1 device in Python, over
+host memory.
 
-A tensor on it is a plain ``torch.Tensor`` whose storage is on that device; each operator runs on CPU tensors over the
-same memory. Operators on tensors of two devices raise, as on a GPU, and operators that make the host wait are counted.
-torch documents the Python backend only in its tests (``_setup_privateuseone_for_python_backend``, torch 2.13).
+A tensor on it is a plain ``torch.Tensor`` whose storage is on that device; each operator runs on
+CPU tensors over the same memory. Operators on tensors of two devices raise, as on a GPU, and
+operators that make the host wait are counted. torch documents the Python backend only in its tests
+(``_setup_privateuseone_for_python_backend``, torch 2.13).
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -25,7 +27,13 @@ NAME = "pretend"
 # CUDA accepts indices on the CPU.
 _CROSSES = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 # The host waits for these, since a shape or a Python value depends on the result.
-_WAITS = {"aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2", "aten::is_nonzero"}
+_WAITS = {
+    "aten::nonzero",
+    "aten::equal",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::is_nonzero",
+}
 
 _set = torch.ops.aten.set_.source_Storage_storage_offset
 
@@ -46,7 +54,9 @@ class _Memory:
         for at in gone:
             self.freed.discard(at)
             del self.host[at]
-        self._at_most = sum(host.nbytes() for at, (_, host) in self.host.items() if at not in self.freed)
+        self._at_most = sum(
+            host.nbytes() for at, (_, host) in self.host.items() if at not in self.freed
+        )
         return self._at_most
 
     def on_device(self, host: torch.UntypedStorage) -> Any:
@@ -64,7 +74,9 @@ class _Memory:
         """Return a CPU tensor over the same memory."""
         at = address(tensor)
         if at not in self.host:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
         plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return plain.set_(self.host[at][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -96,7 +108,7 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-# ---- operators -------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +128,10 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
                 above[id(below[id(tensor)])] = tensor
             return below[id(tensor)]
 
-        args, kwargs = _mapped(go_below, args), {name: _mapped(go_below, each) for name, each in kwargs.items()}
+        args, kwargs = (
+            _mapped(go_below, args),
+            {name: _mapped(go_below, each) for name, each in kwargs.items()},
+        )
         if "device" in kwargs:
             kwargs |= {"device": "cpu", "pin_memory": False}
         before = {at: (address(plain), plain.shape) for at, plain in below.items()}
@@ -128,20 +143,26 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _mapped(lambda plain: _go_above(plain, above), result)
 
 
-# Arguments and results of operators are tensors, sequences of them, and values without tensors. torch's pytree serves
-# them as well, and took most of an operator's time here.
+# Arguments and results of operators are tensors, sequences of them, and values without tensors.
+# torch's pytree serves them as well, and took most of an operator's time here.
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    return type(value)([_mapped(change, each) for each in value]) if type(value) in (list, tuple) else value
+    return (
+        type(value)([_mapped(change, each) for each in value])
+        if type(value) in (list, tuple)
+        else value
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for each in value for leaf in _tensors(each)] if type(value) in (list, tuple) else []
+    return (
+        [leaf for each in value for leaf in _tensors(each)] if type(value) in (list, tuple) else []
+    )
 
 
 def _check_devices(op: Any, direct: tuple[Any, ...]) -> None:
@@ -163,7 +184,8 @@ def _go_above(plain: Tensor, above: dict[int, Tensor]) -> Tensor:
     if id(plain) in above:
         return above[id(plain)]
     base = _sharing(plain, above.values())
-    # A view under inference_mode is an inference tensor only if its base is one; autograd marks the others.
+    # A view under inference_mode is an inference tensor only if its base is one; autograd marks the
+    # others.
     with contextlib.nullcontext() if base is None else torch.inference_mode(base.is_inference()):
         fresh: Tensor = torch._C._acc.create_empty_tensor((0,), plain.dtype)
         return _become(fresh, plain, above.values())
@@ -176,14 +198,17 @@ def _sharing(plain: Tensor, known: Iterable[Tensor]) -> Tensor | None:
 
 
 def _become(tensor: Tensor, plain: Tensor, known: Iterable[Tensor]) -> Tensor:
-    """Put a tensor of the device over the memory of ``plain``, sharing the storage of a known tensor over it."""
+    """Put a tensor of the device over the memory of ``plain``, sharing the storage of a known
+    tensor over it.
+    """
     base = _sharing(plain, known)
     storage = memory.on_device(plain.untyped_storage()) if base is None else base.untyped_storage()
     return _set_storage(tensor, storage, plain.storage_offset(), plain.shape, plain.stride())
 
 
 def _set_storage(tensor: Tensor, storage: Any, offset: Any, size: Any, stride: Any = ()) -> Tensor:
-    # The CPU's kernel works for any dense tensor; the meta kernel refuses a storage that cannot grow.
+    # The CPU's kernel works for any dense tensor; the meta kernel refuses a storage that cannot
+    # grow.
     cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     found: Tensor = _set.redispatch(cpu, tensor, storage, offset, size, stride)
     return found
@@ -213,7 +238,9 @@ def _empty(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy to, from or on the device. The host waits if the copy blocks or the host memory is pageable."""
+    """Copy to, from or on the device. The host waits if the copy blocks or the host memory is
+    pageable.
+    """
     with no_torch_function():
         outside = next((each for each in (source, target) if not is_here(each)), None)
         waits = outside is not None and not (non_blocking and memory.is_pinned(outside))
@@ -241,7 +268,9 @@ def _to_copy(
     """``tensor.to(...)``: as in torch, a non-blocking copy to the host goes to pinned memory."""
     with no_torch_function():
         kind, where = dtype or tensor.dtype, device or tensor.device
-        made = torch.empty_like(tensor, dtype=kind, device=where, memory_format=memory_format or torch.preserve_format)
+        made = torch.empty_like(
+            tensor, dtype=kind, device=where, memory_format=memory_format or torch.preserve_format
+        )
         if non_blocking and where.type == "cpu":
             memory.pin(made)
     return made.copy_(tensor, non_blocking)
@@ -258,7 +287,10 @@ def _set_source_storage(tensor: Tensor, storage: Any) -> Tensor:
 
 
 def register_operators() -> list[torch.library.Library]:
-    everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL", "PrivateUse1")
+    everything, aten = (
+        torch.library.Library("_", "IMPL"),
+        torch.library.Library("aten", "IMPL", "PrivateUse1"),
+    )
     everything.fallback(_run, "PrivateUse1")
     for name in ("empty.memory_format", "empty_strided"):
         aten.impl(name, partial(_empty, _overload("aten", name)))
@@ -269,7 +301,8 @@ def register_operators() -> list[torch.library.Library]:
     aten.impl("set_.source_Storage", _set_source_storage)
     c10d = torch.library.Library("c10d", "IMPL", "PrivateUse1")
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
-        if name.startswith("c10d::"):  # the collectives on tensors, which torch registers for every device
+        # the collectives on tensors, which torch registers for every device
+        if name.startswith("c10d::"):
             name = name.removeprefix("c10d::")
             c10d.impl(name, partial(_run, _overload("c10d", name)), allow_override=True)
     return [everything, aten, c10d]

@@ -1,4 +1,5 @@
-"""Streams and events of the pretended accelerator: all operators run at once, and the host's waits are counted.
+"""Streams and events of the pretended accelerator: all operators run at once, and the host's waits
+are counted.
 
 A copy to pinned memory reads as NaN until the host has waited for the device.
 """
@@ -35,7 +36,8 @@ class Event:
 
 
 class Stream:
-    device_index, device_type = 0, 20  # of PrivateUse1, as torch.Stream has them; FSDP2 reads them (torch 2.15)
+    # of PrivateUse1, as torch.Stream has them; FSDP2 reads them (torch 2.15)
+    device_index, device_type = 0, 20
     stream_id = 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +72,9 @@ def current_stream(*args: Any) -> Stream:
 
 
 def poison(host: torch.UntypedStorage) -> None:
-    """Fill memory with a pattern that is NaN in floating point, so that a use before a write shows."""
+    """Fill memory with a pattern that is NaN in floating point, so that a use before
+    a write shows.
+    """
     if host.nbytes():
         with no_torch_function():
             torch.empty(0, dtype=torch.uint8, device="cpu").set_(host).fill_(0xFF)

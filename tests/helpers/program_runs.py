@@ -1,6 +1,8 @@
-"""Runs a program of ``fsdp1/dropin/programs`` in a rank: on torch's FSDP1, or on the drop-in in one of two ways.
+"""Runs a program of ``fsdp1/dropin/programs`` in a rank: on torch's FSDP1, or on the drop-in in one
+of two ways.
 
-The one-import change is what a user does with ``sed``: the package's name in the program's own import lines.
+The one-import change is what a user does with ``sed``: the package's name in the program's own
+import lines.
 """
 
 from __future__ import annotations
@@ -23,12 +25,18 @@ from shardkit.fsdp1.dropin.replace import replace
 
 PROGRAMS = Path(__file__).parents[1] / "fsdp1" / "dropin" / "programs"
 IMPORT = re.compile(r"^(\s*(?:from|import)\s+)torch\.distributed\.fsdp\b", re.MULTILINE)
-FSDP1 = [f"torch.distributed.fsdp{name}" for name in ("", ".fully_sharded_data_parallel", ".sharded_grad_scaler")]
+FSDP1 = [
+    f"torch.distributed.fsdp{name}"
+    for name in ("", ".fully_sharded_data_parallel", ".sharded_grad_scaler")
+]
 
 
 def losses(name: str, arguments: list[str], way: str) -> list[float]:
     """What the program's main returns on this rank."""
-    with warnings.catch_warnings(), contextlib.nullcontext() if way != "torch" else fsdp1_on_a_cpu():
+    with (
+        warnings.catch_warnings(),
+        contextlib.nullcontext() if way != "torch" else fsdp1_on_a_cpu(),
+    ):
         warnings.simplefilter("ignore")  # torch's FSDP1 says at each call that it is deprecated
         torch.manual_seed(0)
         return load(name, way).main(arguments)
@@ -41,8 +49,14 @@ def torchs_losses(name: str, arguments: tuple[str, ...]) -> list[float]:
 
 
 def load(name: str, way: str) -> types.ModuleType:
-    """The program as a fresh module; modules beside it that it imports are its own files, and fresh too."""
-    with replaced() if way == "replaced" else sources(with_changed_imports if way == "changed" else for_a_cpu):
+    """The program as a fresh module; modules beside it that it imports are its own files, and fresh
+    too.
+    """
+    with (
+        replaced()
+        if way == "replaced"
+        else sources(with_changed_imports if way == "changed" else for_a_cpu)
+    ):
         sys.path.insert(0, str(PROGRAMS))
         try:
             return importlib.import_module(name)
@@ -52,7 +66,9 @@ def load(name: str, way: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def replaced() -> Iterator[None]:
-    """What ``python -m shardkit.fsdp1`` does to torch, undone; modules that are imported in it are forgotten."""
+    """What ``python -m shardkit.fsdp1`` does to torch, undone; modules that are imported in it are
+    forgotten.
+    """
     before = {name: dict(vars(sys.modules[name])) for name in FSDP1}
     replace()
     try:
@@ -65,7 +81,9 @@ def replaced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sources(change: Callable[[str], str]) -> Iterator[None]:
-    """Imports of programs, and of files beside them, see what ``change`` makes of their text, and are forgotten."""
+    """Imports of programs, and of files beside them, see what ``change`` makes of their text, and
+    are forgotten.
+    """
     original, loaded = SourceFileLoader.get_code, []
 
     def get_code(self: SourceFileLoader, fullname: str) -> types.CodeType | None:
@@ -85,20 +103,28 @@ def sources(change: Callable[[str], str]) -> Iterator[None]:
 
 
 def with_changed_imports(source: str) -> str:
-    """The program with shardkit.fsdp1 for torch.distributed.fsdp in its import lines, and nothing else changed."""
+    """The program with shardkit.fsdp1 for torch.distributed.fsdp in its import lines, and nothing
+    else changed.
+    """
     changed, count = IMPORT.subn(r"\1shardkit.fsdp1", source)
     assert count, "imports nothing of torch.distributed.fsdp"
     return changed
 
 
 def for_a_cpu(source: str) -> str:
-    """The program as torch's own FSDP1 can run it on a CPU: what it copies to the CPU there, it then frees."""
-    return source.replace("offload_to_cpu=True", "offload_to_cpu=False").replace("offload_params=True", "")
+    """The program as torch's own FSDP1 can run it on a CPU: what it copies to the CPU there, it
+    then frees.
+    """
+    return source.replace("offload_to_cpu=True", "offload_to_cpu=False").replace(
+        "offload_params=True", ""
+    )
 
 
 @contextlib.contextmanager
 def fsdp1_on_a_cpu() -> Iterator[None]:
-    """Without torch's check that sync_module_states broadcasts from a GPU: gloo broadcasts from the CPU as well."""
+    """Without torch's check that sync_module_states broadcasts from a GPU: gloo broadcasts from the
+    CPU as well.
+    """
     check = _init_utils._check_module_states_for_sync_module_states
     _init_utils._check_module_states_for_sync_module_states = lambda states: None
     try:

@@ -1,8 +1,10 @@
-"""Random models, trained plain and sharded: either bit for bit alike, or refused by name with the model unchanged.
+"""Random models, trained plain and sharded: either bit for bit alike, or refused by name with the
+model unchanged.
 
 A case is plain data, from which every rank builds the same model. In each step
-one rank's loss counts ``world_size`` times and the others' not at all: the mean over ranks is then exactly the plain
-gradient, and whatever is not reduced over all ranks shows. ``tests/helpers/sweep_models.py`` runs many.
+one rank's loss counts ``world_size`` times and the others' not at all: the mean over ranks is then
+exactly the plain gradient, and whatever is not reduced over all ranks shows.
+``tests/helpers/sweep_models.py`` runs many.
 """
 
 from __future__ import annotations
@@ -45,7 +47,15 @@ IN_MODEL = (
     "tied", "shared_block", "shared_param", "frozen_block", "frozen_biases", "scalar", "root_param", "weight_outside",
     "unused", "own_checkpoint", "no_grad_block", "mixed_dtypes", "inplace",
 )  # fmt: skip
-ON_PARAMS = ("grad_hook", "post_hook", "forward_hook", "attribute", "hidden_list", "hidden_alias", "hidden_closure")
+ON_PARAMS = (
+    "grad_hook",
+    "post_hook",
+    "forward_hook",
+    "attribute",
+    "hidden_list",
+    "hidden_alias",
+    "hidden_closure",
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,10 @@ def drawn(count: int, seed: int) -> list[Case]:
     """That many cases."""
     dice = random.Random(seed)
     features = [frozenset(dice.sample(FEATURES, dice.randrange(5))) for _ in range(count)]
-    return [Case(each, **{name: dice.choice(options) for name, options in CHOICES.items()}) for each in features]
+    return [
+        Case(each, **{name: dice.choice(options) for name, options in CHOICES.items()})
+        for each in features
+    ]
 
 
 class Block(nn.Module):
@@ -129,7 +142,11 @@ class Block(nn.Module):
             x = x * self.mask
         if self.mixer is not None:
             x = x + self.mixer(*([x] * (3 if "attention" in self.features else 1)))[0]
-        y = self.norm(x.transpose(1, 2)).transpose(1, 2) if "batch_norm" in self.features else self.norm(x)
+        y = (
+            self.norm(x.transpose(1, 2)).transpose(1, 2)
+            if "batch_norm" in self.features
+            else self.norm(x)
+        )
         y = self.down(F.gelu(self.up(y)))
         if self.held is not None:
             y = y + self.held[-1].sum()
@@ -150,7 +167,11 @@ class Model(nn.Module):
         if "shared_block" in features:
             blocks[-1] = blocks[0]
         named = {f"b{i}": block for i, block in enumerate(blocks)}
-        containers = {"list": nn.ModuleList(blocks), "sequential": nn.Sequential(*blocks), "dict": nn.ModuleDict(named)}
+        containers = {
+            "list": nn.ModuleList(blocks),
+            "sequential": nn.Sequential(*blocks),
+            "dict": nn.ModuleDict(named),
+        }
         self.blocks = containers[case.container]
         self.norm = nn.LayerNorm(case.dim)
         self.head = nn.Linear(case.dim, WORDS, bias=False)
@@ -188,7 +209,11 @@ class Model(nn.Module):
         if "grad_hook" in self.features and param.requires_grad:
             param.register_hook(lambda grad: grad * 2)
         # It runs once a reduction, so not for each of several micro-batches as on a plain model.
-        if "post_hook" in self.features and self.norm.weight.requires_grad and self.micro_batches == 1:
+        if (
+            "post_hook" in self.features
+            and self.norm.weight.requires_grad
+            and self.micro_batches == 1
+        ):
             self.norm.weight.register_post_accumulate_grad_hook(_halve)
         if "forward_hook" in self.features:
             block.register_forward_hook(lambda module, args, output: output * 2)
@@ -197,7 +222,9 @@ class Model(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.seen = self.embed(ids)
-        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
+        for block in (
+            self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks
+        ):
             dtype = block.norm.weight.dtype
             with torch.no_grad() if "no_grad_block" in self.features else contextlib.nullcontext():
                 if "own_checkpoint" in self.features:
@@ -222,7 +249,11 @@ def _halve(param: torch.Tensor) -> None:
 def shard(model: nn.Module, case: Case) -> None:
     """As the case says; raises what shardkit raises."""
     n = dist.get_world_size()
-    shapes = {"fsdp": MeshSpec.sharded(n), "hsdp": MeshSpec.hybrid(2, n // 2), "replicate": MeshSpec.hybrid(n, 1)}
+    shapes = {
+        "fsdp": MeshSpec.sharded(n),
+        "hsdp": MeshSpec.hybrid(2, n // 2),
+        "replicate": MeshSpec.hybrid(n, 1),
+    }
     units = {"default": None, "root": [], "class": by_class(Block), "size": by_size(20)}
     shard_model(
         model,
@@ -231,17 +262,24 @@ def shard(model: nn.Module, case: Case) -> None:
         reshard_after_forward=case.reshard,
         offload_policy=CPUOffloadPolicy(pin_memory=False) if case.offload else OffloadPolicy(),
         # A recomputation starts from the buffers of now, which spectral_norm computes with.
-        checkpoint_activations=case.recompute and not {"own_checkpoint", "spectral_norm"} & case.features,
+        checkpoint_activations=case.recompute
+        and not {"own_checkpoint", "spectral_norm"} & case.features,
     )
 
 
-def train(model: nn.Module, case: Case, sharded: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    model: nn.Module, case: Case, sharded: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of three steps and the whole state afterwards."""
     _before(model, case.first)
     decayed = [param for param in model.parameters() if not getattr(param, "no_decay", False)]
     others = [param for param in model.parameters() if getattr(param, "no_decay", False)]
-    groups = [{"params": decayed, "weight_decay": 0.1}, *([{"params": others, "weight_decay": 0.0}] if others else [])]
-    # AdamW divides by gradients that may be zero but for rounding, and so makes much of it where bits may differ.
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        *([{"params": others, "weight_decay": 0.0}] if others else []),
+    ]
+    # AdamW divides by gradients that may be zero but for rounding, and so makes much of it where
+    # bits may differ.
     optimizer: Any = torch.optim.AdamW(groups, lr=0.05)
     if not is_exact(case):
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
@@ -260,7 +298,9 @@ def train(model: nn.Module, case: Case, sharded: bool) -> tuple[list[float], dic
                 (loss * (dist.get_world_size() if sharded else 1) * counts).backward()
             losses.append(loss.item())
         if case.clip:
-            clip_grad_norm_(model, 0.01) if sharded else nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            clip_grad_norm_(model, 0.01) if sharded else nn.utils.clip_grad_norm_(
+                model.parameters(), 0.01
+            )
         stepper.step()
         stepper.zero_grad()
     return losses, full_state_dict(model, rank0_only=False) if sharded else model.state_dict()
@@ -269,8 +309,8 @@ def train(model: nn.Module, case: Case, sharded: bool) -> tuple[list[float], dic
 def is_exact(case: Case) -> bool:
     """Whether every bit must be alike.
 
-    Clipping adds squares in another order; weights are contiguous that were not, and lie elsewhere in memory, which
-    some kernels of the CPU go by.
+    Clipping adds squares in another order; weights are contiguous that were not, and lie elsewhere
+    in memory, which some kernels of the CPU go by.
     """
     return not case.clip and not case.features & KERNELS_BY_ALIGNMENT
 
@@ -324,7 +364,11 @@ def outcome(case: Case) -> str:
     try:
         shard(model, case)
     except ShardkitError as error:
-        return f"refused: {_line(error)}" if _identity(model) == before else f"changed by a refusal: {_line(error)}"
+        return (
+            f"refused: {_line(error)}"
+            if _identity(model) == before
+            else f"changed by a refusal: {_line(error)}"
+        )
     except Exception as error:
         return f"error: {_line(error)}"
     try:
@@ -343,25 +387,35 @@ def outcome(case: Case) -> str:
 
 def _identity(model: nn.Module) -> list[Any]:
     modules = [
-        (name, type(module), len(module._forward_hooks), module.forward) for name, module in model.named_modules()
+        (name, type(module), len(module._forward_hooks), module.forward)
+        for name, module in model.named_modules()
     ]
-    return [*modules, *((name, id(param)) for name, param in model.named_parameters(remove_duplicate=False))]
+    return [
+        *modules,
+        *((name, id(param)) for name, param in model.named_parameters(remove_duplicate=False)),
+    ]
 
 
 def _compare(got: Any, expected: Any, exact: bool) -> str:
-    """Compare losses and state; float32's rounding, 2**-24, in each of some hundred operations is no difference."""
+    """Compare losses and state; float32's rounding, 2**-24, in each of some hundred operations is
+    no difference.
+    """
     tolerance = 0.0 if exact else 1e-5
     losses = [abs(mine - theirs) for mine, theirs in zip(got[0], expected[0], strict=True)]
     if not max(losses) <= tolerance:
         return f"differs: losses by {losses}"
     if got[1].keys() != expected[1].keys():
         return f"differs: names {sorted(got[1].keys() ^ expected[1].keys())}"
-    wrong = [name for name, value in expected[1].items() if not _same(got[1][name], value, tolerance)]
+    wrong = [
+        name for name, value in expected[1].items() if not _same(got[1][name], value, tolerance)
+    ]
     return f"differs: {wrong}" if wrong else "equal"
 
 
 def _same(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
-    return mine.dtype == theirs.dtype and torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+    return mine.dtype == theirs.dtype and torch.allclose(
+        mine, theirs, rtol=tolerance, atol=tolerance
+    )
 
 
 def _line(error: Exception) -> str:

@@ -19,5 +19,7 @@ def refused(model: nn.Module, *parts: str) -> Iterator[None]:
         yield
     for part in parts:
         assert part in str(caught.value)
-    assert all(re.match(r".+\.", line) for line in str(caught.value).splitlines()), "not in sentences"
+    assert all(re.match(r".+\.", line) for line in str(caught.value).splitlines()), (
+        "not in sentences"
+    )
     assert snapshot(model) == before

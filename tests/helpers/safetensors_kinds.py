@@ -21,7 +21,8 @@ from shardkit.shards import local_part
 
 # Dim 0 not divisible by 4 ranks, smaller than 4, 1, 0; scalars; more dims than one is sharded on.
 SHAPES = [(7, 6), (3, 5), (1, 4), (0, 3), (8, 3, 2), (5,), (13, 1)]
-# A page is 4096 bytes: rows that are longer and shorter, so that a shard on dim 1 is read both ways.
+# A page is 4096 bytes: rows that are longer and shorter, so that a shard on dim 1 is read both
+# ways.
 WIDE = [(5, 6000), (1030, 5)]
 SHARDED = {
     "fsdp": ((4,), (Shard(0),)),
@@ -58,8 +59,13 @@ def sharded(whole: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]
     """The same as DTensors where their dims allow, and plain."""
     shape, placements = SHARDED[how]
     mesh = mesh_of(shape)
-    dims = max((placement.dim for placement in placements if isinstance(placement, Shard)), default=-1)
-    return {name: dtensor(each, mesh, placements) if each.dim() > dims else each for name, each in whole.items()}
+    dims = max(
+        (placement.dim for placement in placements if isinstance(placement, Shard)), default=-1
+    )
+    return {
+        name: dtensor(each, mesh, placements) if each.dim() > dims else each
+        for name, each in whole.items()
+    }
 
 
 def dtensor(whole: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
@@ -67,7 +73,12 @@ def dtensor(whole: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
     meta = distribute_tensor(whole.to("meta"), mesh, placements, src_data_rank=None)
     local = local_part(whole, meta)
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.contiguous().stride(),
     )
 
 
@@ -76,7 +87,9 @@ def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     local = torch.zeros(tensor.to_local().shape, dtype=tensor.dtype)
     mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 class TpBlock(torch.nn.Module):
@@ -88,7 +101,9 @@ class TpBlock(torch.nn.Module):
 
 
 def tp_and_fsdp() -> TpBlock:
-    """A block under tensor parallelism and then FSDP2, whose shards are strided; the norm is on one axis only."""
+    """A block under tensor parallelism and then FSDP2, whose shards are strided; the norm is on one
+    axis only.
+    """
     torch.manual_seed(0)
     mesh = mesh_of((2, 2), "dp", "tp")
     block = TpBlock()
@@ -98,7 +113,9 @@ def tp_and_fsdp() -> TpBlock:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in dtype, shape and every bit."""
-    a, b = (each.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for each in (a, b))
+    a, b = (
+        each.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)
+    )
     return torch.equal(a, b)
 
 
@@ -117,8 +134,12 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> list[NewFil
     """Write ``model.safetensors`` from all ranks, each its own bytes, as save_checkpoint does."""
     check_savable(tensors)
     groups, _ = one_group()
-    files, entries = plan_files(directory, "model", {n: Spec(t.dtype, t.shape) for n, t in tensors.items()})
+    files, entries = plan_files(
+        directory, "model", {n: Spec(t.dtype, t.shape) for n, t in tensors.items()}
+    )
     parts = list(parts_to_write(tensors, entries, dict.fromkeys(tensors, 0)))
     written = write_parts(files, parts, create=own_rank() == 0)
-    assert sum_over_ranks([count for count, _ in written.values()], groups) == [file.size for file in files]
+    assert sum_over_ranks([count for count, _ in written.values()], groups) == [
+        file.size for file in files
+    ]
     return files

@@ -1,4 +1,6 @@
-"""The model, optimizer and scheduler that commit a27dd5d saved in tests/checkpoint/saved_by_a27dd5d, by formula."""
+"""The model, optimizer and scheduler that commit a27dd5d saved in
+tests/checkpoint/saved_by_a27dd5d, by formula.
+"""
 
 from __future__ import annotations
 

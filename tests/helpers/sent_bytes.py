@@ -5,7 +5,11 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-GATHER, SCATTER, EXCHANGE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"
+GATHER, SCATTER, EXCHANGE = (
+    "c10d::_allgather_base_",
+    "c10d::_reduce_scatter_base_",
+    "c10d::alltoall_base_",
+)
 
 
 class SentBytes(TorchDispatchMode):

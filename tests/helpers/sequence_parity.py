@@ -1,4 +1,6 @@
-"""A model whose sequences are split against the same model in one process: losses and gradients of one step."""
+"""A model whose sequences are split against the same model in one process: losses and gradients of
+one step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Batch = dict[str, Any]
 
 
 def kinds(seed: int) -> list[Batch]:
-    """Micro-batches: of odd length, of odd length padded on the left, padded on the right, and of three documents."""
+    """Micro-batches: of odd length, of odd length padded on the left, padded on the right, and of
+    three documents.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 67, (4, 2, 16), generator=generator)
     labels = ids.clone()
@@ -45,11 +49,15 @@ def shifted(labels: Tensor) -> Tensor:
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     """The sum over tokens, in the dtype of the logits: float32 would hide what float64 shows."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def plain_step(model: nn.Module, batches: list[Batch]) -> Tensor:
-    """The mean loss over the tokens of all batches in one process, and its gradients in ``.grad``."""
+    """The mean loss over the tokens of all batches in one process, and its
+    gradients in ``.grad``.
+    """
     losses, tokens = [], 0
     for batch in batches:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -83,7 +91,9 @@ def split(model: nn.Module, sp: int, **settings: Any) -> SplitSequence:
 
 
 def difference(model: nn.Module, plain: nn.Module) -> float:
-    """The L2 distance of all gradients, relative to the plain model's norm; inf where one has none and one has."""
+    """The L2 distance of all gradients, relative to the plain model's norm; inf where one has none
+    and one has.
+    """
     apart = norm = torch.zeros((), dtype=torch.float64)
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
@@ -91,13 +101,20 @@ def difference(model: nn.Module, plain: nn.Module) -> float:
             continue
         grad = torch.zeros_like(other) if grad is None else grad
         wanted = torch.zeros_like(other) if other.grad is None else other.grad
-        apart, norm = apart + (grad - wanted).double().square().sum(), norm + wanted.double().square().sum()
+        apart, norm = (
+            apart + (grad - wanted).double().square().sum(),
+            norm + wanted.double().square().sum(),
+        )
     assert norm > 0, "no gradients"
     return float((apart / norm).sqrt())
 
 
-def parity(model: nn.Module, batches: list[list[Batch]], sp: int, **settings: Any) -> tuple[float, float]:
-    """The differences of the loss and of the gradients; ``batches`` are the micro-batches of each dp rank."""
+def parity(
+    model: nn.Module, batches: list[list[Batch]], sp: int, **settings: Any
+) -> tuple[float, float]:
+    """The differences of the loss and of the gradients; ``batches`` are the micro-batches of each
+    dp rank.
+    """
     plain = copy.deepcopy(model)
     sequence = split(model, sp, **settings)
     expected = plain_step(plain, [batch for each in batches for batch in each])
@@ -108,14 +125,36 @@ def parity(model: nn.Module, batches: list[list[Batch]], sp: int, **settings: An
 def vision_language() -> nn.Module:
     """A tiny Qwen3-VL."""
     torch.manual_seed(0)
-    text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+    }
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "mrope_section": [2, 1, 1],
+        "rope_theta": 1e4,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
     vision |= {"patch_size": 4, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     vision["initializer_range"] = 0.2
-    tokens = dict(zip(("image_token_id", "video_token_id", "vision_start_token_id"), (90, 91, 92), strict=True))
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, vision_end_token_id=93, **tokens)
+    tokens = dict(
+        zip(
+            ("image_token_id", "video_token_id", "vision_start_token_id"), (90, 91, 92), strict=True
+        )
+    )
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, vision_end_token_id=93, **tokens
+    )
     return transformers.Qwen3VLForConditionalGeneration(config).double()
 
 

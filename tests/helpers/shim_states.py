@@ -1,4 +1,6 @@
-"""A model with all kinds of state, wrapped by the drop-in and by torch's FSDP1, for tests of state dicts."""
+"""A model with all kinds of state, wrapped by the drop-in and by torch's FSDP1, for tests of state
+dicts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FSDP
 
-FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
 BLOCKS = ModuleWrapPolicy({Block})
 BF16 = torch.bfloat16
 
@@ -38,7 +44,11 @@ def is_same(found, wanted):
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         full = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
-        assert (torch.equal(full, value) and full.dtype == value.dtype) if torch.is_tensor(value) else full == value
+        assert (
+            (torch.equal(full, value) and full.dtype == value.dtype)
+            if torch.is_tensor(value)
+            else full == value
+        )
     return True
 
 

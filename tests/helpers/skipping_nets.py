@@ -1,4 +1,6 @@
-"""Models of which ranks skip parts: a vision tower before the decoder, experts that may get no token."""
+"""Models of which ranks skip parts: a vision tower before the decoder, experts that may get no
+token.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ EXPERTS = 3
 
 
 class Tower(nn.Module):
-    """Registered in another order than it runs in, and the last block's output is not used, unless ``straight``."""
+    """Registered in another order than it runs in, and the last block's output is not used, unless
+    ``straight``.
+    """
 
     def __init__(self, width: int, straight: bool) -> None:
         super().__init__()
@@ -75,7 +79,9 @@ def net(straight: bool = False) -> Net:
 Batch = tuple[Tensor, Tensor | None, list[int]]
 
 
-def batch(seed: int, rank: int, image: bool, chosen: list[int] | None = None, require_grad: bool = False) -> Batch:
+def batch(
+    seed: int, rank: int, image: bool, chosen: list[int] | None = None, require_grad: bool = False
+) -> Batch:
     """What a rank gets in one step: two samples, each for one expert."""
     source = torch.Generator().manual_seed(1000 * seed + rank)
     ids = torch.randint(20, (2, 5), generator=source)

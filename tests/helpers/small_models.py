@@ -29,9 +29,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head, as language models have them; 11 tokens, so that 4 ranks share unevenly."""
+    """Embedding, blocks, norm and head, as language models have them; 11 tokens, so that 4 ranks
+    share unevenly.
+    """
 
-    def __init__(self, layers: int = 3, dim: int = 8, vocabulary: int = 11, tied: bool = False) -> None:
+    def __init__(
+        self, layers: int = 3, dim: int = 8, vocabulary: int = 11, tied: bool = False
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, dim)
         self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
@@ -65,6 +69,11 @@ def step(model: nn.Module, batch: int = 2) -> None:
 def snapshot(model: nn.Module) -> list[object]:
     """What sharding would change in a model, to show that nothing has."""
     modules = [(name, type(module), id(module)) for name, module in model.named_modules()]
-    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
-    values = [(name, id(param), param.stride(), param._version) for name, param in model.named_parameters()]
+    hooks = [
+        len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()
+    ]
+    values = [
+        (name, id(param), param.stride(), param._version)
+        for name, param in model.named_parameters()
+    ]
     return [modules, hooks, values, ["forward" in vars(module) for module in model.modules()]]

@@ -1,4 +1,6 @@
-"""A decoder with fewer experts than ranks, which hold their weights in one parameter, as in transformers 5."""
+"""A decoder with fewer experts than ranks, which hold their weights in one parameter, as in
+transformers 5.
+"""
 
 import torch
 from small_models import Block, Decoder

@@ -30,7 +30,8 @@ class Block(nn.Module):
 
 
 class Net(grads_net.Net):
-    """Tied, frozen, dims that 4 ranks share unevenly (7, 6, 10) or not at all (3, 1), buffers kept and not, extras.
+    """Tied, frozen, dims that 4 ranks share unevenly (7, 6, 10) or not at all (3, 1), buffers kept
+    and not, extras.
 
     Two ranks share 7 and 3 unevenly, and 1 not at all.
     """
@@ -149,7 +150,9 @@ def two_groups(model: nn.Module, backwards: bool = False) -> list[dict]:
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
-    """Losses of steps with the same tokens on all ranks, so that the mean of two gradients is exactly the gradient."""
+    """Losses of steps with the same tokens on all ranks, so that the mean of two gradients is
+    exactly the gradient.
+    """
     losses = []
     for step in steps:
         ids = torch.randint(0, VOCAB, (4, 3), generator=torch.Generator().manual_seed(step))

@@ -1,6 +1,8 @@
-"""Meta init against ordinary construction, on every causal LM of transformers and a choice of other models.
+"""Meta init against ordinary construction, on every causal LM of transformers and a choice of other
+models.
 
-Run by hand, a few minutes: ``python tests/helpers/sweep_meta.py [name ...]``. CI runs a part, in ``test_meta_zoo.py``.
+Run by hand, a few minutes: ``python tests/helpers/sweep_meta.py [name ...]``. CI runs a part, in
+``test_meta_zoo.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import transformers
 from meta_check import check_same_as_ordinary
 from torch import nn
 
-# Small values for whatever a config calls its sizes. Only construction runs, so they need not fit each other well.
+# Small values for whatever a config calls its sizes. Only construction runs, so they need not fit
+# each other well.
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "embed_dim": 32,
     "embedding_size": 32, "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48, "n_inner": 48,
@@ -49,7 +52,8 @@ FIXES: dict[str, dict[str, Any]] = {
     "CohereCompassForCausalLM": {
         "layer_types": ["full_attention", "full_attention"],
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
         },
     },
     "DbrxForCausalLM": {"attn_config.rope_theta": 1e4},
@@ -65,7 +69,11 @@ FIXES: dict[str, dict[str, Any]] = {
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "Gemma4AssistantForCausalLM": {
-        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        }
     }
 }
 
@@ -86,7 +94,9 @@ def shrink(config: Any) -> Any:
         if isinstance(present, int) and not isinstance(present, bool):
             setattr(config, name, value if not _is_size(present, value) else min(value, present))
     for name, value in list(config.__dict__.items()):
-        if name in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(value, list):
+        if name in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(
+            value, list
+        ):
             setattr(config, name, value[: config.num_hidden_layers])
         if hasattr(value, "attribute_map"):
             shrink(value)
@@ -124,7 +134,9 @@ def causal_lms() -> list[str]:
 
 
 def sweep(names: list[str], verdict: Callable[[str], tuple[str, str]]) -> Counter[str]:
-    """Print a line for each model of which the verdict, a word and a detail, is not "equal", and return the counts."""
+    """Print a line for each model of which the verdict, a word and a detail, is not "equal", and
+    return the counts.
+    """
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     counts, begin = Counter[str](), time.perf_counter()

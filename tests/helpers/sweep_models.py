@@ -1,4 +1,6 @@
-"""Many random models: ``sweep_models.py --cases 2000`` prints those that are neither equal nor refused."""
+"""Many random models: ``sweep_models.py --cases 2000`` prints those that are neither equal nor
+refused.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,19 @@ from shardkit.testing import RankFailure, RankPool
 
 
 def run(pool: RankPool, cases: list[Case]) -> list[str]:
-    """What becomes of each on all ranks; one that kills or hangs them is found by running it alone."""
+    """What becomes of each on all ranks; one that kills or hangs them is found by
+    running it alone.
+    """
     try:
         by_rank = pool.run(outcomes, cases)
     except RankFailure as failure:
         if len(cases) == 1:
             return [f"crash: {str(failure).splitlines()[0]}"]
         return [found for case in cases for found in run(pool, [case])]
-    return [each[0] if len(set(each)) == 1 else f"ranks disagree: {each}" for each in zip(*by_rank, strict=True)]
+    return [
+        each[0] if len(set(each)) == 1 else f"ranks disagree: {each}"
+        for each in zip(*by_rank, strict=True)
+    ]
 
 
 def main() -> None:
@@ -39,7 +46,9 @@ def main() -> None:
                 counts[kind] += 1
                 if kind not in GOOD:
                     print(found, case, sep="\n  ", flush=True)
-            print(f"{start + len(batch)} of {len(cases)}: {dict(counts)}", file=sys.stderr, flush=True)
+            print(
+                f"{start + len(batch)} of {len(cases)}: {dict(counts)}", file=sys.stderr, flush=True
+            )
     print(dict(counts))
 
 

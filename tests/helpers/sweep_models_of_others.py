@@ -1,7 +1,8 @@
 """Models of other libraries, plain and under ``shard_model(model)``: two steps of SGD on two ranks.
 
-By hand, about 15 minutes: ``python tests/helpers/sweep_models_of_others.py [library[/model] ...]``. Libraries that are
-not installed are left out. What is wrong, refused or raises is tried with ``fully_shard`` by hand on the same units.
+By hand, about 15 minutes: ``python tests/helpers/sweep_models_of_others.py [library[/model] ...]``.
+Libraries that are not installed are left out. What is wrong, refused or raises is tried with
+``fully_shard`` by hand on the same units.
 """
 
 from __future__ import annotations
@@ -68,9 +69,13 @@ def whole(high: int, *shape: int) -> Make:
     return lambda seed: integers(seed, high, *shape)
 
 
-def small(made: Callable[..., nn.Module], sizes: dict[str, Any], **own: Any) -> Callable[[], nn.Module]:
+def small(
+    made: Callable[..., nn.Module], sizes: dict[str, Any], **own: Any
+) -> Callable[[], nn.Module]:
     taken = inspect.signature(made).parameters
-    return functools.partial(made, **{name: value for name, value in sizes.items() if name in taken} | own)
+    return functools.partial(
+        made, **{name: value for name, value in sizes.items() if name in taken} | own
+    )
 
 
 def timm() -> Models:
@@ -78,7 +83,10 @@ def timm() -> Models:
 
     sized = {name: {"img_size": 64} for name in TIMM_SIZED.split()}
     names, batch = [*TIMM.split(), *sized], [real(2, 3, 64, 64)]
-    return {name: (functools.partial(make, name, num_classes=5, **sized.get(name, {})), batch) for name in names}
+    return {
+        name: (functools.partial(make, name, num_classes=5, **sized.get(name, {})), batch)
+        for name in names
+    }
 
 
 def diffusers() -> Models:
@@ -99,13 +107,24 @@ def diffusers() -> Models:
         batch = {key: make for key, make in made.items() if key in taken}
         return small(kind, DIFFUSERS), {"hidden_states": hidden_states} | batch
 
-    coder = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    coder = {
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+    }
     coder |= {"in_channels": 3, "out_channels": 3}
     down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
-    unet = {"down_block_types": down, "up_block_types": up, "attention_head_dim": 2, "num_attention_heads": None}
+    unet = {
+        "down_block_types": down,
+        "up_block_types": up,
+        "attention_head_dim": 2,
+        "num_attention_heads": None,
+    }
     wan = {"base_dim": 8, "z_dim": 4, "num_res_blocks": 1, "dim_mult": [1, 1, 1, 1]}
     return {
-        **{name: transformer(getattr(d, f"{name}Transformer2DModel"), states) for name, states in hidden.items()},
+        **{
+            name: transformer(getattr(d, f"{name}Transformer2DModel"), states)
+            for name, states in hidden.items()
+        },
         "Wan": transformer(d.WanTransformer3DModel, real(2, 4, 2, 8, 8)),
         "UNet2DCondition": (small(d.UNet2DConditionModel, DIFFUSERS, **unet), [image, time, text]),
         "AutoencoderKL": (small(d.AutoencoderKL, DIFFUSERS, **coder), [picture]),
@@ -118,7 +137,10 @@ def monai() -> Models:
     from monai.networks import nets as n
 
     plane = real(2, 1, 32, 32)
-    names = "UNet BasicUNet BasicUNetPlusPlus SegResNet SegResNetDS DenseNet ResNet ViT AutoencoderKL VNet UNETR"
+    names = (
+        "UNet BasicUNet BasicUNetPlusPlus SegResNet SegResNetDS DenseNet ResNet ViT AutoencoderKL "
+        "VNet UNETR"
+    )
     return {
         **{name: (small(getattr(n, name), MONAI), [plane]) for name in names.split()},
         "DiffusionModelUNet": (small(n.DiffusionModelUNet, MONAI), [plane, whole(900, 2)]),
@@ -131,7 +153,9 @@ def vit_pytorch() -> Models:
         simple_vit:SimpleViT simple_vit_with_qk_norm:SimpleViT simple_vit_with_value_residual:SimpleViT
         simple_uvit:SimpleUViT jumbo_vit:JumboViT"""
     pairs = [name.split(":") for name in names.split()]
-    kinds = {file: getattr(importlib.import_module(f"vit_pytorch.{file}"), kind) for file, kind in pairs}
+    kinds = {
+        file: getattr(importlib.import_module(f"vit_pytorch.{file}"), kind) for file, kind in pairs
+    }
     return {file: (small(kind, VIT), [real(2, 3, 32, 32)]) for file, kind in kinds.items()}
 
 
@@ -140,13 +164,22 @@ def x_transformers() -> Models:
 
     def language(flag: str, value: Any) -> nn.Module:
         layers = x.Decoder(dim=16, depth=2, heads=2, attn_dim_head=8, **{flag: value})
-        return x.TransformerWrapper(num_tokens=11, max_seq_len=16, attn_layers=layers, tie_embedding=value is True)
+        return x.TransformerWrapper(
+            num_tokens=11, max_seq_len=16, attn_layers=layers, tie_embedding=value is True
+        )
 
     flags = """ff_glu use_rmsnorm rotary_pos_emb alibi_pos_bias rel_pos_bias sandwich_norm gate_residual macaron
         attn_qk_norm scale_residual shift_tokens use_scalenorm use_dynamic_tanh add_value_residual attn_gate_values
         integrate_layers attn_on_attn weight_tie_layers"""
-    values = dict.fromkeys(flags.split(), True) | {"num_residual_streams": 2, "attn_num_mem_kv": 2, "attn_kv_heads": 1}
-    return {flag: (functools.partial(language, flag, value), [whole(11, 2, 8)]) for flag, value in values.items()}
+    values = dict.fromkeys(flags.split(), True) | {
+        "num_residual_streams": 2,
+        "attn_num_mem_kv": 2,
+        "attn_kv_heads": 1,
+    }
+    return {
+        flag: (functools.partial(language, flag, value), [whole(11, 2, 8)])
+        for flag, value in values.items()
+    }
 
 
 def e3nn() -> Models:
@@ -170,8 +203,14 @@ def e3nn() -> Models:
 def torchvision() -> Models:
     from torchvision import models as v
 
-    names = "resnet18 mobilenet_v3_small shufflenet_v2_x0_5 squeezenet1_0 mnasnet0_5 regnet_y_400mf efficientnet_b0"
-    return {name: (functools.partial(getattr(v, name), num_classes=5), [real(2, 3, 64, 64)]) for name in names.split()}
+    names = (
+        "resnet18 mobilenet_v3_small shufflenet_v2_x0_5 squeezenet1_0 mnasnet0_5 regnet_y_400mf "
+        "efficientnet_b0"
+    )
+    return {
+        name: (functools.partial(getattr(v, name), num_classes=5), [real(2, 3, 64, 64)])
+        for name in names.split()
+    }
 
 
 def denoising_diffusion_pytorch() -> Models:
@@ -179,13 +218,25 @@ def denoising_diffusion_pytorch() -> Models:
 
     image, time = real(2, 3, 16, 16), whole(900, 2)
     unet = functools.partial(d.Unet, dim=8, dim_mults=(1, 2))
-    karras = {"dim": 8, "dim_max": 16, "num_downsamples": 2, "num_blocks_per_stage": 1, "attn_res": (8,)}
+    karras = {
+        "dim": 8,
+        "dim_max": 16,
+        "num_downsamples": 2,
+        "num_blocks_per_stage": 1,
+        "attn_res": (8,),
+    }
     return {
         "unet": (unet, [image, time]),
         "unet_1d": (functools.partial(d.Unet1D, dim=8, dim_mults=(1, 2)), [real(2, 3, 32), time]),
-        "karras": (functools.partial(d.KarrasUnet, image_size=16, channels=3, **karras), [image, real(2)]),
+        "karras": (
+            functools.partial(d.KarrasUnet, image_size=16, channels=3, **karras),
+            [image, real(2)],
+        ),
         "gaussian": (lambda: d.GaussianDiffusion(unet(), image_size=16), [image]),
-        "elucidated": (lambda: d.ElucidatedDiffusion(unet(random_fourier_features=True), image_size=16), [image]),
+        "elucidated": (
+            lambda: d.ElucidatedDiffusion(unet(random_fourier_features=True), image_size=16),
+            [image],
+        ),
     }
 
 
@@ -194,7 +245,9 @@ def normflows() -> Models:
 
     f, mlp = n.flows, n.nets.MLP
     flows: dict[str, Callable[[], nn.Module]] = {
-        "real_nvp": lambda: f.MaskedAffineFlow(torch.tensor([1.0, 0.0, 1.0, 0.0]), mlp([4, 8, 4]), mlp([4, 8, 4])),
+        "real_nvp": lambda: f.MaskedAffineFlow(
+            torch.tensor([1.0, 0.0, 1.0, 0.0]), mlp([4, 8, 4]), mlp([4, 8, 4])
+        ),
         "planar": lambda: f.Planar(4, "leaky_relu"),
         "autoregressive": lambda: f.MaskedAffineAutoregressive(4, 8),
         "spline": lambda: f.CoupledRationalQuadraticSpline(4, 1, 8),
@@ -210,7 +263,17 @@ def normflows() -> Models:
     return {name: (functools.partial(build, flow), [real(8, 4)]) for name, flow in flows.items()}
 
 
-EACH = (timm, diffusers, monai, vit_pytorch, x_transformers, e3nn, torchvision, denoising_diffusion_pytorch, normflows)
+EACH = (
+    timm,
+    diffusers,
+    monai,
+    vit_pytorch,
+    x_transformers,
+    e3nn,
+    torchvision,
+    denoising_diffusion_pytorch,
+    normflows,
+)
 TABLES: dict[str, Callable[[], Models]] = {each.__name__: each for each in EACH}
 
 
@@ -235,12 +298,20 @@ def main(chosen: list[str]) -> None:
     counts = {}
     with RankPool(2, timeout=240) as pool:
         for library in TABLES:
-            names = [name for name in models_of(library) if not chosen or {library, f"{library}/{name}"} & {*chosen}]
+            names = [
+                name
+                for name in models_of(library)
+                if not chosen or {library, f"{library}/{name}"} & {*chosen}
+            ]
             print(f"{library}: {len(names)}", flush=True)
             counts[library] = sweep(names, functools.partial(verdict, pool, outcome_of, library))
     counts["sum"] = sum(counts.values(), Counter[str]())
     kinds = ("equal", "within rounding", "refused", "wrong", "error", "not run")
-    print(f"{'':28}", *(f"{kind:>15}" for kind in kinds), f"  (rounding: {ROUNDING:g} of a tensor's largest element)")
+    print(
+        f"{'':28}",
+        *(f"{kind:>15}" for kind in kinds),
+        f"  (rounding: {ROUNDING:g} of a tensor's largest element)",
+    )
     for library, count in counts.items():
         print(f"{library:28}", *(f"{count[kind]:15}" for kind in kinds))
 

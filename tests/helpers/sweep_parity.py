@@ -1,7 +1,9 @@
-"""Zero-argument parity on models of transformers: the plain model against ``shard_model(model)``, two steps of SGD.
+"""Zero-argument parity on models of transformers: the plain model against ``shard_model(model)``,
+two steps of SGD.
 
-Run by hand, about ten minutes: ``python tests/helpers/sweep_parity.py [name ...]``. Every base model of
-``AutoModel`` that can be built tiny and run on made-up inputs is tried, in eval mode. CI runs those in the zoo.
+Run by hand, about ten minutes: ``python tests/helpers/sweep_parity.py [name ...]``. Every base
+model of ``AutoModel`` that can be built tiny and run on made-up inputs is tried, in eval mode. CI
+runs those in the zoo.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ def base_models() -> list[str]:
     """The class names of what ``AutoModel`` gives."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    names = (name for each in MODEL_MAPPING_NAMES.values() for name in ([each] if isinstance(each, str) else each))
+    names = (
+        name
+        for each in MODEL_MAPPING_NAMES.values()
+        for name in ([each] if isinstance(each, str) else each)
+    )
     return sorted(set(names))
 
 
@@ -60,7 +66,9 @@ def inputs_of(model: nn.Module, seed: int) -> dict[str, Tensor]:
         "attention_mask": lambda: torch.ones(2, 8, dtype=torch.long),
         "pixel_values": lambda: torch.randn(2, channels, size, size, generator=generator),
         "input_values": lambda: torch.randn(2, 1600, generator=generator),
-        "input_features": lambda: torch.randn(2, setting("num_mel_bins", 80), 128, generator=generator),
+        "input_features": lambda: torch.randn(
+            2, setting("num_mel_bins", 80), 128, generator=generator
+        ),
         "bbox": lambda: torch.zeros(2, 8, 4, dtype=torch.long),
     }
     taken = [name for name in inspect.signature(model.forward).parameters if name in made]
@@ -71,7 +79,9 @@ def inputs_of(model: nn.Module, seed: int) -> dict[str, Tensor]:
 
 def square_of(outputs: Any) -> Tensor:
     """The mean square of every output that depends on parameters."""
-    floats = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    floats = [
+        leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     return torch.stack([leaf.double().square().mean() for leaf in floats]).sum()
 
 
@@ -79,14 +89,20 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
     return square_of(dict(model(**inputs_of(model, seed))))
 
 
-def compare(plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module, int], Tensor], lr: float = 0.1) -> float:
+def compare(
+    plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module, int], Tensor], lr: float = 0.1
+) -> float:
     """The largest difference of a parameter after two steps, and of a buffer; 0.0 means equal bits.
 
-    Over its largest element, or 0.01 where all are smaller: gradients that are zero but for rounding make biases so.
+    Over its largest element, or 0.01 where all are smaller: gradients that are zero but for
+    rounding make biases so.
     """
-    optimizers = [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9) for model in (plain, sharded)]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9) for model in (plain, sharded)
+    ]
     for step in range(2):
-        weight = float(dist.get_rank() == step)  # one rank counts, so that the mean over the ranks is exact
+        # one rank counts, so that the mean over the ranks is exact
+        weight = float(dist.get_rank() == step)
         for model, optimizer in zip((plain, sharded), optimizers, strict=True):
             torch.manual_seed(step)  # dropout, and ViTMAE masks at random
             scale = weight if model is sharded else weight / dist.get_world_size()
@@ -107,7 +123,9 @@ def difference(mine: Tensor, theirs: Tensor) -> float:
     full = theirs.full_tensor() if isinstance(theirs, DTensor) else theirs
     if torch.equal(mine, full) or not mine.numel():
         return 0.0
-    off = float((mine.double() - full.double()).abs().max() / mine.double().abs().max().clamp(min=0.01))
+    off = float(
+        (mine.double() - full.double()).abs().max() / mine.double().abs().max().clamp(min=0.01)
+    )
     return off if math.isfinite(off) else math.inf  # max() passes over nan
 
 
@@ -117,12 +135,17 @@ def by_hand(model: nn.Module) -> nn.Module:
     ignored = {model.get_parameter(fqn) for fqn in (*plan.ignored, *plan.replicated)}
     for unit in plan.units:
         modules = [model.get_submodule(fqn) for fqn in unit.modules]
-        fully_shard(modules, reshard_after_forward=unit.reshard_after_forward, ignored_params=ignored)
+        fully_shard(
+            modules, reshard_after_forward=unit.reshard_after_forward, ignored_params=ignored
+        )
     return model
 
 
 def outcome(
-    build: Callable[[], nn.Module], loss: Callable[[nn.Module, int], Tensor], shard: Shard, lr: float = 0.1
+    build: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, int], Tensor],
+    shard: Shard,
+    lr: float = 0.1,
 ) -> tuple[str, str]:
     """What becomes of a model, as a word and a detail. Collective; raises what torch raises."""
     warnings.simplefilter("ignore")
@@ -136,15 +159,23 @@ def outcome(
     torch.manual_seed(0)
     try:
         sharded: Any = shard(build())  # not a copy, of which a lambda would call the first
-        sharded.set_reduce_scatter_unused_params(True)  # experts without a token on one of the ranks
+        # experts without a token on one of the ranks
+        sharded.set_reduce_scatter_unused_params(True)
         off = compare(plain, sharded, loss, lr)
     except ShardkitError as error:
         return "refused", str(error)[:400]
-    return "equal" if not off else "within rounding" if off < ROUNDING else "wrong", f"off by {off:.2g}"
+    return (
+        "equal" if not off else "within rounding" if off < ROUNDING else "wrong",
+        f"off by {off:.2g}",
+    )
 
 
-def verdict(pool: RankPool, function: Callable[..., tuple[str, str]], *args: Any) -> tuple[str, str]:
-    """What ``function(*args, shard_model)`` finds; where that is bad, what it finds of ``by_hand`` too."""
+def verdict(
+    pool: RankPool, function: Callable[..., tuple[str, str]], *args: Any
+) -> tuple[str, str]:
+    """What ``function(*args, shard_model)`` finds; where that is bad, what it finds of ``by_hand``
+    too.
+    """
     found = []
     for shard in (shard_model, by_hand):
         try:

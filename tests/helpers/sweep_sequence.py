@@ -1,10 +1,10 @@
 """Split sequences against one process, on every causal LM of transformers: losses and gradients.
 
-Run by hand, some minutes: ``python tests/helpers/sweep_sequence.py [--sp 2] [--dp 2] [name ...]``. One step of
-micro-batches of odd length, padded on the left and on the right, and packed, as far as the model runs them unsplit, in
-float64. A model is equal within 1e-12, refused by name, or a line of its own. Models that compute in float32 inside are
-run a second time with float32 replaced by float64, and must then be equal too ("float32"). CI runs some models, in
-``tests/sequence``.
+Run by hand, some minutes: ``python tests/helpers/sweep_sequence.py [--sp 2] [--dp 2] [name ...]``.
+One step of micro-batches of odd length, padded on the left and on the right, and packed, as far as
+the model runs them unsplit, in float64. A model is equal within 1e-12, refused by name, or a line
+of its own. Models that compute in float32 inside are run a second time with float32 replaced by
+float64, and must then be equal too ("float32"). CI runs some models, in ``tests/sequence``.
 """
 
 from __future__ import annotations
@@ -27,29 +27,49 @@ from shardkit.errors import PlanError
 from shardkit.testing import RankFailure, RankPool
 
 # Sizes that the small values of sweep_meta do not fit.
-LATENT = {"head_dim": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "qk_head_dim": 8}
+LATENT = {
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "qk_head_dim": 8,
+}
 FIXES.update(
     {
-        **{f"{name}ForCausalLM": LATENT for name in ("AXK1", "AXK2", "DeepseekV3", "DeepseekV32", "Dots3Note")},
-        **{f"{name}ForCausalLM": LATENT for name in ("Glm4MoeLite", "GlmMoeDsa", "HYV4", "MiniCPM3", "Youtu")},
+        **{
+            f"{name}ForCausalLM": LATENT
+            for name in ("AXK1", "AXK2", "DeepseekV3", "DeepseekV32", "Dots3Note")
+        },
+        **{
+            f"{name}ForCausalLM": LATENT
+            for name in ("Glm4MoeLite", "GlmMoeDsa", "HYV4", "MiniCPM3", "Youtu")
+        },
         "DeepseekV2ForCausalLM": {**LATENT, "num_experts_per_tok": 2},
         "LongcatFlashForCausalLM": {**LATENT, "zero_expert_num": 2, "moe_topk": 2},
         "CodeGenForCausalLM": {"rotary_dim": 4},
         "GPTJForCausalLM": {"rotary_dim": 4},
         "DbrxForCausalLM": {"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8.0},
-        "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        "Dots1ForCausalLM": {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+        },
         "XmodForCausalLM": {"default_language": "en_XX"},
     }
 )
 
 
 class OnlyFloat64(TorchFunctionMode):
-    """Replaces float32 by float64 where a model asks for it, so that nothing but the order of sums can differ."""
+    """Replaces float32 by float64 where a model asks for it, so that nothing but the order of sums
+    can differ.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func`` with other dtypes."""
         args = [torch.float64 if x is torch.float32 else x for x in args]
-        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        kwargs = {
+            name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()
+        }
         return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
 
 
@@ -73,7 +93,9 @@ def runs_of(name: str) -> list[int]:
 
 
 def outcome(name: str, sp: int, exact: bool) -> tuple[str, str | float, list[int]]:
-    """What splitting gives: refused, or how far from one process it is; the kinds that were compared. Collective."""
+    """What splitting gives: refused, or how far from one process it is; the kinds that were
+    compared. Collective.
+    """
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_default_dtype(torch.float64 if exact else torch.float32)
@@ -85,7 +107,9 @@ def outcome(name: str, sp: int, exact: bool) -> tuple[str, str | float, list[int
             return "refused", str(error), runs
         if not runs:
             return "does not run in one process", "", runs
-        batches = [[kinds(dp)[index] for index in runs] for dp in range(dist.get_world_size() // sp)]
+        batches = [
+            [kinds(dp)[index] for index in runs] for dp in range(dist.get_world_size() // sp)
+        ]
         loss = float(plain_step(reference, [each for dp in batches for each in dp]))
         found = float(split_step(model, sequence, batches[dist.get_rank() // sp]))
         return "", max(abs(found - loss) / abs(loss), difference(model, reference)), runs

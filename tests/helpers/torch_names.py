@@ -1,5 +1,6 @@
-"""The private names of torch in shardkit's source; ``PYTHONPATH=. python tests/helpers/torch_names.py`` prints them
-with the functions that need them, those first that the installed torch lacks.
+"""The private names of torch in shardkit's source;
+``PYTHONPATH=. python tests/helpers/torch_names.py`` prints them with the functions that need them,
+those first that the installed torch lacks.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ PLAIN = (
     "sharded_state", "sharded_size", "padded_sharded_param_size", "fsdp_placement", "shard_mesh", "pin_memory",
     "to_sharded_dtensor",
 )  # fmt: skip
-LATER = {"_fsdp_param_groups": (2, 12), "_partial_reduce_output_layout": (2, 15)}  # the first torch that has them
-# Marks that one side sets for the other, Python's own, a package that is only named for import, and a group that
-# FSDP1's tensors carry.
+# the first torch that has them
+LATER = {
+    "_fsdp_param_groups": (2, 12),
+    "_partial_reduce_output_layout": (2, 15),
+}
+# Marks that one side sets for the other, Python's own, a package that is only named for import, and
+# a group that FSDP1's tensors carry.
 NOT_TORCHS = {
     "_getframe", "_dynamo", "_in_backward_optimizers", "_opt_called", "_step_supports_amp_scaling",
     "_wrapped_by_lr_sched", "_process_group", "_registered",
@@ -73,26 +78,63 @@ def missing(names: list[str]) -> list[str]:
     with fake_world(4):
         owners = list(_owners())
         new = {name for name, version in LATER.items() if torch_version() < version}
-        return [name for name in names if name not in new and not any(hasattr(each, name) for each in owners)]
+        return [
+            name
+            for name in names
+            if name not in new and not any(hasattr(each, name) for each in owners)
+        ]
 
 
 def _owners() -> Iterator[Any]:
-    """Yield what has private names: objects of a small model after one backward, classes and modules."""
+    """Yield what has private names: objects of a small model after one backward, classes and
+    modules.
+    """
     model = shard_model(nn.Linear(4, 4), reshard_after_forward=2)
     model(torch.ones(2, 4)).sum().backward()
     state = states_of([model])[0]
     unit = units_of(state)[0]
-    yield from (model, model.weight, state, unit, unit.fsdp_params[0], nn.Parameter(torch.ones(1)), nn.Module())
-    yield from (torch.optim.Adam, torch.amp.GradScaler, torch.ops.aten, torch.ops.aten.add.Tensor, DeviceMesh)
-    yield from (nn.Linear(1, 1).state_dict(), fsdp.MixedPrecision(), fsdp.ShardedStateDictConfig(), fsdp.wrap)
-    yield from (fsdp.wrap.ModuleWrapPolicy({nn.Linear}), torch.distributed.ProcessGroup, torch.distributed)
-    yield from (torch, torch._C, torch._C._distributed_c10d.Backend.Options, torch._compile, torch.utils)
+    yield from (
+        model,
+        model.weight,
+        state,
+        unit,
+        unit.fsdp_params[0],
+        nn.Parameter(torch.ones(1)),
+        nn.Module(),
+    )
+    yield from (
+        torch.optim.Adam,
+        torch.amp.GradScaler,
+        torch.ops.aten,
+        torch.ops.aten.add.Tensor,
+        DeviceMesh,
+    )
+    yield from (
+        nn.Linear(1, 1).state_dict(),
+        fsdp.MixedPrecision(),
+        fsdp.ShardedStateDictConfig(),
+        fsdp.wrap,
+    )
+    yield from (
+        fsdp.wrap.ModuleWrapPolicy({nn.Linear}),
+        torch.distributed.ProcessGroup,
+        torch.distributed,
+    )
+    yield from (
+        torch,
+        torch._C,
+        torch._C._distributed_c10d.Backend.Options,
+        torch._compile,
+        torch.utils,
+    )
     yield from (nn.init, clip_grad, _python_dispatch, torch.distributed.distributed_c10d)
     yield from (torch.distributed._state_dict_utils, checkpoint_state)
 
 
 def main() -> int:
-    """Print each name with what needs it, the missing ones first; return 1 if there is one, else 0."""
+    """Print each name with what needs it, the missing ones first; return 1 if there is
+    one, else 0.
+    """
     names = used()
     gone = missing(list(names))
     print(f"torch {torch.__version__}: {len(gone)} of {len(names)} private names are missing")

@@ -18,7 +18,9 @@ def assert_same(found: object, expected: object, path: str = "") -> None:
             assert_same(*pair, f"{path}/{number}")
     elif isinstance(expected, Tensor):
         assert found.dtype == expected.dtype, path
-        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in (found, expected)]
+        whole = [
+            each.full_tensor() if isinstance(each, DTensor) else each for each in (found, expected)
+        ]
         assert torch.equal(*whole), path
     else:
         assert found == expected, path

@@ -1,4 +1,6 @@
-"""The zoo: every model that the default rule is tried on, by name. None is special-cased by the library."""
+"""The zoo: every model that the default rule is tried on, by name. None is special-cased by the
+library.
+"""
 
 from __future__ import annotations
 

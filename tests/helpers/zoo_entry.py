@@ -25,9 +25,9 @@ class Entry:
         build: makes the model; the caller seeds, so that two calls give equal models.
         batch: keyword arguments of the forward for a seed.
         loss: the model and a batch to a tensor without dimensions.
-        crossing: tensors reach blocks other than from the block before, as an encoder's output reaches all
-            decoder blocks. FSDP2 adds up the gradients of each unit's input before they leave the unit, where
-            the plain model adds them in another order.
+        crossing: tensors reach blocks other than from the block before, as an encoder's output
+            reaches all decoder blocks. FSDP2 adds up the gradients of each unit's input before they
+            leave the unit, where the plain model adds them in another order.
         uneven: the ranks use different parameters.
     """
 

@@ -87,7 +87,11 @@ class Narrow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        self.inp, self.out, self.gain = nn.Linear(WIDTH, 3), nn.Linear(3, 1), nn.Parameter(torch.ones(2))
+        self.inp, self.out, self.gain = (
+            nn.Linear(WIDTH, 3),
+            nn.Linear(3, 1),
+            nn.Parameter(torch.ones(2)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(run(self.layers, self.inp(x)).tanh()) * self.gain

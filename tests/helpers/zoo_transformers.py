@@ -1,4 +1,6 @@
-"""Tiny random transformers models: real modeling code, weights of a few thousand elements, no dropout."""
+"""Tiny random transformers models: real modeling code, weights of a few thousand elements, no
+dropout.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import torch
 import transformers as tf
 from zoo_entry import Batch, Entry, floats, integers
 
-tf.logging.set_verbosity_error()  # it recommends kernels and masks, not what a test of tiny models needs
+# it recommends kernels and masks, not what a test of tiny models needs
+tf.logging.set_verbosity_error()
 
 VOCAB, LENGTH, BATCH = 67, 6, 2
 IMAGE = {"image_size": 16, "patch_size": 4, "num_channels": 3}
@@ -37,7 +40,9 @@ HEADS: list[str] = []
 
 
 def import_models() -> None:
-    """Import the models of all entries, which each process does otherwise when it first builds one."""
+    """Import the models of all entries, which each process does otherwise when it
+    first builds one.
+    """
     for name in HEADS:
         getattr(tf, name)
 
@@ -52,9 +57,15 @@ def _masks(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _entry(
-    head: str, batch: Callable[[int], Batch], loss: Loss = _loss, crossing: bool = False, **arguments: Any
+    head: str,
+    batch: Callable[[int], Batch],
+    loss: Loss = _loss,
+    crossing: bool = False,
+    **arguments: Any,
 ) -> Entry:
-    """``head`` with these arguments of its config; by name, since transformers imports a model when it is asked for."""
+    """``head`` with these arguments of its config; by name, since transformers imports a model when
+    it is asked for.
+    """
     HEADS.append(head)
 
     def build() -> torch.nn.Module:
@@ -81,7 +92,10 @@ def _images(seed: int) -> Batch:
 
 
 def _mel(seed: int) -> Batch:
-    return {"input_features": floats(seed, BATCH, 8, 24), "labels": integers(seed, VOCAB, BATCH, LENGTH)}
+    return {
+        "input_features": floats(seed, BATCH, 8, 24),
+        "labels": integers(seed, VOCAB, BATCH, LENGTH),
+    }
 
 
 def _waves(seed: int) -> Batch:
@@ -89,12 +103,17 @@ def _waves(seed: int) -> Batch:
 
 
 def _points(seed: int) -> Batch:
-    return {"pixel_values": floats(seed, BATCH, 3, 32, 32), "input_points": 8 + floats(seed + 1, BATCH, 1, 2, 2)}
+    return {
+        "pixel_values": floats(seed, BATCH, 3, 32, 32),
+        "input_points": 8 + floats(seed + 1, BATCH, 1, 2, 2),
+    }
 
 
 def _image_text(seed: int) -> Batch:
     # CLIP reads a text's features at its end token, the largest id.
-    ids = torch.cat([integers(seed, VOCAB - 1, BATCH, LENGTH - 1), torch.full((BATCH, 1), VOCAB - 1)], 1)
+    ids = torch.cat(
+        [integers(seed, VOCAB - 1, BATCH, LENGTH - 1), torch.full((BATCH, 1), VOCAB - 1)], 1
+    )
     return {"input_ids": ids, "pixel_values": floats(seed, BATCH, 3, 16, 16), "return_loss": True}
 
 
@@ -118,8 +137,8 @@ TRANSFORMERS = {
         classifier_dropout_prob=0.0),
     "deberta": _entry("DebertaV2ForMaskedLM", _tokens, **SIZES, **NO_DROPOUT, relative_attention=True,
         pos_att_type=["p2c", "c2p"], max_relative_positions=8),
-    # Tokens are tables whose weights are read. With SAM's own initializer_range, 1e-10, gradients are denormal, which
-    # no sum keeps exact.
+    # Tokens are tables whose weights are read. With SAM's own initializer_range, 1e-10, gradients
+    # are denormal, which no sum keeps exact.
     "sam": _entry("SamModel", _points, loss=_masks, crossing=True, vision_config={"hidden_size": 16,
         "output_channels": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
         "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 20, "num_pos_feats": 4,

@@ -114,7 +114,9 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outer)
         self.downsample = None
         if stride > 1:
-            self.downsample = nn.Sequential(nn.Conv2d(inner, outer, 1, stride), nn.BatchNorm2d(outer))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inner, outer, 1, stride), nn.BatchNorm2d(outer)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -141,7 +143,9 @@ class AutoEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.Conv2d(6, 8, 3, 2, 1))
-        self.decoder = nn.Sequential(nn.ConvTranspose2d(8, 6, 2, 2), nn.ReLU(), nn.ConvTranspose2d(6, 3, 2, 2))
+        self.decoder = nn.Sequential(
+            nn.ConvTranspose2d(8, 6, 2, 2), nn.ReLU(), nn.ConvTranspose2d(6, 3, 2, 2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decoder(self.encoder(x.contiguous(memory_format=torch.channels_last))) - x
@@ -166,5 +170,7 @@ USUAL = {
     "head_by_weight": Entry(HeadByWeight, tokens, next_token),
     "resnet": Entry(ResNet, pixels),
     "channels_last": Entry(lambda: AutoEncoder().to(memory_format=torch.channels_last), pixels),
-    "complex": Entry(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), SpectralLayer(), SpectralLayer()), stacked),
+    "complex": Entry(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), SpectralLayer(), SpectralLayer()), stacked
+    ),
 }

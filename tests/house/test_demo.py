@@ -38,7 +38,9 @@ def test_the_command_of_the_readme_trains_and_verifies(capfd):
     ):
         assert words in shown.out
     assert shown.out.count("  ok\n") == 2
-    losses = [float(line.split()[-1]) for line in shown.out.splitlines() if line.startswith("sharded ")]
+    losses = [
+        float(line.split()[-1]) for line in shown.out.splitlines() if line.startswith("sharded ")
+    ]
     assert losses[-1] < losses[0] - 1  # it learns
 
 
@@ -83,7 +85,11 @@ def test_a_failing_rank_is_reported_with_its_traceback(monkeypatch, capfd):
     [
         (["demo", "--ranks", "0"], 2, "0 is not a positive number"),
         ([], 2, "COMMAND"),
-        (["demo", "--steps", "300", "--ranks", "3"], 1, "--steps is 300, and gradients are summed in another order"),
+        (
+            ["demo", "--steps", "300", "--ranks", "3"],
+            1,
+            "--steps is 300, and gradients are summed in another order",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_sentence(arguments, code, said, capsys, monkeypatch):

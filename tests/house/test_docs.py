@@ -1,8 +1,9 @@
 """Every code block of README.md and docs/*.md runs, and the commands they show exist.
 
-The blocks of one file run in order in one namespace, as if typed into one session of plain Python. A ``python``
-block with ``>>>`` is a doctest. One whose first line is ``# test_*.py`` is a file, and is given to pytest. After a
-line ``<!-- fake_world(8) -->`` the rest of the file runs in such a world, whatever it shards.
+The blocks of one file run in order in one namespace, as if typed into one session of plain Python.
+A ``python`` block with ``>>>`` is a doctest. One whose first line is ``# test_*.py`` is a file, and
+is given to pytest. After a line ``<!-- fake_world(8) -->`` the rest of the file runs in such a
+world, whatever it shards.
 """
 
 import doctest
@@ -27,10 +28,13 @@ from shardkit.__main__ import main
 from shardkit.testing import distributed, fake_world
 
 ROOT = Path(__file__).parents[2]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
+PAGES = [
+    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()
+]
 
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
 )
 WORLD = re.compile(r"^<!-- fake_world\((\d+)\) -->$", re.MULTILINE)
 FILE = re.compile(r"# (test_\w+\.py)\n")
@@ -49,8 +53,12 @@ class Block(NamedTuple):
 def blocks(text: str) -> Iterator[Block]:
     for fence in FENCE.finditer(text):
         indent = fence["indent"]
-        code = "".join(line.removeprefix(indent) for line in fence["code"].splitlines(keepends=True))
-        yield Block(fence["language"], code, text.count("\n", 0, fence.start("code")), fence.start())
+        code = "".join(
+            line.removeprefix(indent) for line in fence["code"].splitlines(keepends=True)
+        )
+        yield Block(
+            fence["language"], code, text.count("\n", 0, fence.start("code")), fence.start()
+        )
 
 
 def run_page(text: str, name: str) -> None:
@@ -87,7 +95,8 @@ def no_world_left():
         dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers' own, met by peft
+# transformers' own, met by peft
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.usefixtures("no_world_left")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
@@ -113,7 +122,9 @@ FILES = [
 
 def run_pytest(directory: Path, name: str, code: str) -> subprocess.CompletedProcess[str]:
     (directory / name).write_text(code)
-    return forks.python("-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", name, cwd=directory)
+    return forks.python(
+        "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", name, cwd=directory
+    )
 
 
 @pytest.mark.parametrize(("name", "code"), FILES)
@@ -141,14 +152,18 @@ def test_the_commands_of_the_pages_exist():
 
 def test_every_page_is_in_the_navigation_of_the_site_once():
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
-    listed = re.findall(r"^ +- (?:\w+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^ +- (?:\w+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
+    )
     assert sorted(listed) == sorted([*pages, "changelog.md", "contributing.md"])
 
 
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and mkdocs make them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 def dead_links(page: Path, text: str) -> set[str]:
@@ -158,7 +173,11 @@ def dead_links(page: Path, text: str) -> set[str]:
         file, _, anchor = link.partition("#")
         to = page.parent / file if file else page
         there = link.startswith("https:") or to.exists()
-        if not there or (anchor and to.suffix == ".md" and anchor not in anchors(to.read_text() if file else text)):
+        if not there or (
+            anchor
+            and to.suffix == ".md"
+            and anchor not in anchors(to.read_text() if file else text)
+        ):
             dead.add(link)
     return dead
 

@@ -9,7 +9,11 @@ from shardkit.testing import env
 
 
 def test_it_prints_what_a_bug_report_needs_and_nothing_private(monkeypatch, capsys):
-    for name, value in {"NCCL_DEBUG": "INFO", "SLURM_JOB_ACCOUNT": "money", "HF_TOKEN": "secret"}.items():
+    for name, value in {
+        "NCCL_DEBUG": "INFO",
+        "SLURM_JOB_ACCOUNT": "money",
+        "HF_TOKEN": "secret",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(env, "get_pretty_env_info", lambda: "torch's own")
     for version, tested in ((env.torch_version(), "tested"), ((2, 99), "not tested")):

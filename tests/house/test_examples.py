@@ -43,21 +43,44 @@ SMALL = ["--dim", 32, "--layers", 2, "--context", 32, "--batch", 8]
 
 
 def test_pretraining_learns_and_resumes_on_other_ranks(tmp_path):
-    whole = losses(on_2, "pretrain.py", tmp_path, *SMALL, "--save-every", 4, "--steps", 8, "--runs", tmp_path / "whole")
+    whole = losses(
+        on_2,
+        "pretrain.py",
+        tmp_path,
+        *SMALL,
+        "--save-every",
+        4,
+        "--steps",
+        8,
+        "--runs",
+        tmp_path / "whole",
+    )
     assert len(whole) == 8
     assert whole[-1] < whole[0] - 0.3
     (tmp_path / "whole" / "step-8").rename(tmp_path / "later")
-    resumed = losses(on_4, "pretrain.py", tmp_path, *SMALL, "--steps", 8, "--runs", tmp_path / "whole")
-    assert resumed == pytest.approx(whole[4:], rel=1e-5)  # other ranks add the same numbers in another order
+    resumed = losses(
+        on_4, "pretrain.py", tmp_path, *SMALL, "--steps", 8, "--runs", tmp_path / "whole"
+    )
+    # other ranks add the same numbers in another order
+    assert resumed == pytest.approx(whole[4:], rel=1e-5)
 
 
-PROJECT = ["model.dim=32", "model.layers=2", "model.context=32", "train.batch=8", "train.micro_batch=2", "generate=2"]
+PROJECT = [
+    "model.dim=32",
+    "model.layers=2",
+    "model.context=32",
+    "train.batch=8",
+    "train.micro_batch=2",
+    "generate=2",
+]
 
 
 def project(run, folder, *changes):
     folder.mkdir(exist_ok=True)
     config = EXAMPLES / "project" / "config.yaml"
-    return losses(run, "project/train.py", folder, config, *PROJECT, f"out={folder / 'runs'}", *changes)
+    return losses(
+        run, "project/train.py", folder, config, *PROJECT, f"out={folder / 'runs'}", *changes
+    )
 
 
 def run_on_two_nodes(*args):
@@ -76,7 +99,8 @@ def test_the_project_trains_alike_with_every_strategy(tmp_path):
     for strategy in ("zero3", "zero2", "hsdp", "hpz", "ddp"):
         changes = ["train.steps=2", f"sharding.strategy={strategy}", "sharding.recompute=true"]
         found[strategy] = project(on_2_by_2, tmp_path / strategy, *changes)
-        assert found[strategy] == pytest.approx(found["zero3"], rel=1e-5)  # ranks sum in another order
+        # ranks sum in another order
+        assert found[strategy] == pytest.approx(found["zero3"], rel=1e-5)
     assert found["zero3"][-1] < found["zero3"][0] - 0.1
 
 
@@ -127,22 +151,39 @@ def snapshot(tmp_path_factory):
 def test_finetuning_learns_and_saves_for_transformers(snapshot, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (tmp_path / "lines").write_text("\n".join(["the cat sat", "on the mat", "a rat", "and that is that"] * 4))
-    args = ["--model", snapshot, "--data", tmp_path / "lines", "--epochs", 4, "--lr", 1e-2, "--recompute"]
+    (tmp_path / "lines").write_text(
+        "\n".join(["the cat sat", "on the mat", "a rat", "and that is that"] * 4)
+    )
+    args = [
+        "--model",
+        snapshot,
+        "--data",
+        tmp_path / "lines",
+        "--epochs",
+        4,
+        "--lr",
+        1e-2,
+        "--recompute",
+    ]
     found = losses(on_2, "finetune.py", tmp_path, *args, "--out", tmp_path / "tuned")
     assert len(found) == 8
     assert found[-1] < found[0] - 0.3
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
-    ids = AutoTokenizer.from_pretrained(tmp_path / "tuned")("the cat sat", return_tensors="pt")["input_ids"]
+    ids = AutoTokenizer.from_pretrained(tmp_path / "tuned")("the cat sat", return_tensors="pt")[
+        "input_ids"
+    ]
     assert tuned(ids, labels=ids).loss < found[0] - 0.3
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 asks for it
+# peft 0.21 asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_learn_and_load_into_an_ordinary_model(snapshot, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    found = losses(on_2, "lora.py", tmp_path, "--model", snapshot, "--out", tmp_path / "adapters", "--steps", 6)
+    found = losses(
+        on_2, "lora.py", tmp_path, "--model", snapshot, "--out", tmp_path / "adapters", "--steps", 6
+    )
     assert found[-1] < found[0]
     assert not list((tmp_path / "adapters").glob("model*.safetensors"))
     base = AutoModelForCausalLM.from_pretrained(snapshot)
@@ -159,21 +200,42 @@ def test_adapters_on_nf4_learn_and_resume_as_if_never_stopped(snapshot, tmp_path
     from transformers import AutoModelForCausalLM
 
     def run(out, steps):
-        args = ["--model", snapshot, "--out", tmp_path / out, "--block", 32, "--scaler-block", 8, "--steps", steps]
+        args = [
+            "--model",
+            snapshot,
+            "--out",
+            tmp_path / out,
+            "--block",
+            32,
+            "--scaler-block",
+            8,
+            "--steps",
+            steps,
+        ]
         return losses(on_2, "qlora.py", tmp_path, *args)
 
     whole = run("whole", 4)
     assert whole == run("parts", 2) + run("parts", 4)
-    files = {out: (tmp_path / out / "adapter_model.safetensors").read_bytes() for out in ("whole", "parts")}
+    files = {
+        out: (tmp_path / out / "adapter_model.safetensors").read_bytes()
+        for out in ("whole", "parts")
+    }
     assert files["whole"] == files["parts"]
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(snapshot), tmp_path / "parts")
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(snapshot), tmp_path / "parts"
+    )
     assert all(param.any() for name, param in model.named_parameters() if "lora_B" in name)
     assert len(list((tmp_path / "parts" / "runs").iterdir())) == 2
 
 
 def test_a_plan_for_a_cluster_needs_none(capsys):
     main = runpy.run_path(str(EXAMPLES / "plan_cluster.py"))["main"]
-    config = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = {
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+    }
     config["num_hidden_layers"] = 6
     main(["--ranks", "16", "--gpu-memory", "64MiB", "--context", "128"], config)
     printed = capsys.readouterr().out

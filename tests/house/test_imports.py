@@ -1,4 +1,6 @@
-"""What an import costs: names are loaded when they are asked for, and the core loads nothing beyond itself."""
+"""What an import costs: names are loaded when they are asked for, and the core loads nothing beyond
+itself.
+"""
 
 import ast
 import importlib
@@ -16,7 +18,16 @@ ROOT = Path(__file__).parents[2]
 MOST_LINES = 8_000
 MOST_CPU_SECONDS = 0.08  # 0.006 seen; it was 0.33 when every name was loaded at once
 # Never needed by the library: the extras, and what torch itself can do without.
-OPTIONAL = ["numpy", "transformers", "tokenizers", "safetensors", "yaml", "pytest", "hypothesis", "matplotlib"]
+OPTIONAL = [
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "yaml",
+    "pytest",
+    "hypothesis",
+    "matplotlib",
+]
 PROGRAM = """
 import json, runpy, sys, time
 
@@ -52,13 +63,20 @@ print(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def report() -> dict:
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     return json.loads(run.stdout)
 
 
 def lines_of(modules: list[str]) -> int:
     ours = [name.replace(".", "/") for name in modules if name.split(".")[0] == "shardkit"]
-    files = [path for name in ours for path in (ROOT / f"{name}.py", ROOT / name / "__init__.py") if path.exists()]
+    files = [
+        path
+        for name in ours
+        for path in (ROOT / f"{name}.py", ROOT / name / "__init__.py")
+        if path.exists()
+    ]
     assert len(files) == len(ours) > 0
     return sum(len(path.read_text().splitlines()) for path in files)
 
@@ -82,13 +100,20 @@ def test_the_core_loads_nothing_beyond_itself(report) -> None:
     assert "apply" in packages(report["shard_model"])
     beyond = {"fsdp1", "memory", "checkpoint", "testing", "state", "meta", "grads", "optim", "demo"}
     assert not packages(report["shard_model"]) & beyond
-    assert not [name for name in report["shard_model"] if name.startswith("torch.distributed.checkpoint")]
+    assert not [
+        name for name in report["shard_model"] if name.startswith("torch.distributed.checkpoint")
+    ]
 
 
 def test_editors_see_the_names_that_programs_get() -> None:
     tree = ast.parse((ROOT / "shardkit" / "__init__.pyi").read_text())
     found = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    imports = [(node.module, alias.name) for node in found for alias in node.names if alias.asname == alias.name]
+    imports = [
+        (node.module, alias.name)
+        for node in found
+        for alias in node.names
+        if alias.asname == alias.name
+    ]
     assert sorted(name for _, name in imports) == sorted(shardkit.__all__)
     for module, name in imports:
         assert getattr(shardkit, name) is getattr(importlib.import_module(module), name)
@@ -99,5 +124,10 @@ def test_attributes_of_the_package() -> None:
     assert shardkit.planning.rules.by_class is shardkit.by_class  # a submodule that nobody imported
     for name in ("shard_modle", "_no_such", "__wrapped__"):
         assert not hasattr(shardkit, name)
-    for value in (shardkit.by_name, shardkit.ShardingPlan, shardkit.MeshSpec.sharded(2), shardkit.PlanError("a")):
+    for value in (
+        shardkit.by_name,
+        shardkit.ShardingPlan,
+        shardkit.MeshSpec.sharded(2),
+        shardkit.PlanError("a"),
+    ):
         assert type(pickle.loads(pickle.dumps(value))) is type(value)

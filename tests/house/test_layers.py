@@ -1,4 +1,5 @@
-"""The rules of the source tree: who imports whom, who may touch torch's insides, and how long things may be.
+"""The rules of the source tree: who imports whom, who may touch torch's insides, and how long
+things may be.
 
 Each rule is a function from a file's name and source to its violations.
 """
@@ -17,8 +18,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MOST_FILE_LINES = 600
 MOST_FUNCTION_LINES = 60  # of code: a docstring may be as long as it needs to be
 
-# What each module or package may import of shardkit, in reading order. _torch is free for all but errors.
-# A new module at the top needs a line here: put it where its imports allow.
+# What each module or package may import of shardkit, in reading order. _torch is free for all but
+# errors. A new module at the top needs a line here: put it where its imports allow.
 DECIDING = {"errors", "plan", "planning"}
 CORE = DECIDING | {"ranks", "shards", "references", "runtime", "apply", "api", "_fsdp"}
 STATE = {"errors", "ranks", "shards", "boxes", "_fsdp"}
@@ -38,9 +39,11 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"errors", "ranks", "_fsdp", "shards"},
     "activations": {"errors"},
     "memory": DECIDING | {"_fsdp", "tiles", "activations", "runtime"},
-    "apply": DECIDING | {"ranks", "references", "runtime", "_fsdp", "shards", "tiles", "activations"},
+    "apply": DECIDING
+    | {"ranks", "references", "runtime", "_fsdp", "shards", "tiles", "activations"},
     "api": DECIDING | {"apply"},
-    # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
+    # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports
+    # one.
     "meta": STATE | {"references"},
     "grads": STATE | {"runtime"},
     "optim": STATE | {"runtime", "state"},
@@ -49,7 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
     "watching": {"errors", "ranks", "shards", "grads", "_fsdp"},
     "fsdp1": EVERYTHING - {"fsdp1"},
-    "integrations": {"errors", "_fsdp", "optim"},  # other trainers, for any FSDP2 model; nothing imports it
+    # other trainers, for any FSDP2 model; nothing imports it
+    "integrations": {"errors", "_fsdp", "optim"},
     "__init__": {"_torch"},
     "testing": {"errors", "plan", "_fsdp", "api"},
     "demo": EVERYTHING | {"__init__", "testing"},  # beside it nothing imports testing
@@ -84,10 +88,14 @@ def layer_of(path: str) -> str:
 
 
 def nodes(tree: ast.AST, functions: bool, types: bool) -> Iterator[ast.AST]:
-    """The nodes of a module, with those inside of functions and of ``if TYPE_CHECKING`` or without."""
+    """The nodes of a module, with those inside of functions and of ``if
+    TYPE_CHECKING`` or without.
+    """
     for node in ast.iter_child_nodes(tree):
         for_types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        if (functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))) and (types or not for_types):
+        if (functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))) and (
+            types or not for_types
+        ):
             yield node
             yield from nodes(node, functions, types)
 
@@ -112,8 +120,16 @@ def forbidden_imports(path: str, source: str) -> list[str]:
     found = dict.fromkeys(imports_of(path, source, functions=False, types=False), at_once)
     found = {name: at_once | LATER.get(layer, set()) for name in imports_of(path, source)} | found
     parts = {name: [*name.split("."), "__init__"][:2] for name in found}
-    layers = {name: part if part in ALLOWED else "__init__" for name, (top, part) in parts.items() if top == "shardkit"}
-    return [f"{path}: {layer} must not import {to}" for name, to in layers.items() if to not in found[name]]
+    layers = {
+        name: part if part in ALLOWED else "__init__"
+        for name, (top, part) in parts.items()
+        if top == "shardkit"
+    }
+    return [
+        f"{path}: {layer} must not import {to}"
+        for name, to in layers.items()
+        if to not in found[name]
+    ]
 
 
 def circle(sources: dict[str, str]) -> list[str]:
@@ -121,8 +137,12 @@ def circle(sources: dict[str, str]) -> list[str]:
 
     Also through functions and for types, which only hide it.
     """
-    stems = {path: path.removesuffix(".py").removesuffix("__init__").rstrip("/") for path in sources}
-    modules = {path: ".".join(["shardkit", *stem.split("/")]).rstrip(".") for path, stem in stems.items()}
+    stems = {
+        path: path.removesuffix(".py").removesuffix("__init__").rstrip("/") for path in sources
+    }
+    modules = {
+        path: ".".join(["shardkit", *stem.split("/")]).rstrip(".") for path, stem in stems.items()
+    }
     graph: dict[str, set[str]] = {}
     for path, source in sources.items():
         names = imports_of(path, source)
@@ -138,17 +158,27 @@ def circle(sources: dict[str, str]) -> list[str]:
 def private_torch_names(path: str, source: str) -> list[str]:
     if path.startswith(PRIVATE_NAMES):
         return []
-    return [f"{path}:{line}: {name} belongs in _torch/" for line, name in underscored(ast.parse(source))]
+    return [
+        f"{path}:{line}: {name} belongs in _torch/" for line, name in underscored(ast.parse(source))
+    ]
 
 
 def underscored(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Underscored parts of imports from torch, and underscored attributes of anything but self and cls."""
+    """Underscored parts of imports from torch, and underscored attributes of anything but self and
+    cls.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if not node.level else []
-        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in PUBLIC_UNDERSCORES:
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if not node.level else []
+            )
+        elif (
+            isinstance(node, ast.Attribute)
+            and is_private(node.attr)
+            and node.attr not in PUBLIC_UNDERSCORES
+        ):
             if ast.unparse(node.value) not in ("self", "cls"):
                 yield node.lineno, ast.unparse(node)
             continue
@@ -171,17 +201,28 @@ def calls_of(names: set[str], owners: set[str]) -> Callable[[str, str], list[str
             return []
         calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
         called = [(node.lineno, ast.unparse(node.func).split(".")[-1]) for node in calls]
-        return [f"{path}:{line}: only {sorted(owners)} may call {name}" for line, name in called if name in names]
+        return [
+            f"{path}:{line}: only {sorted(owners)} may call {name}"
+            for line, name in called
+            if name in names
+        ]
 
     return rule
 
 
 def too_long(path: str, source: str) -> list[str]:
     lines = len(source.splitlines())
-    files = [f"{path}: {lines} lines, more than {MOST_FILE_LINES}"] if lines > MOST_FILE_LINES else []
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    files = (
+        [f"{path}: {lines} lines, more than {MOST_FILE_LINES}"] if lines > MOST_FILE_LINES else []
+    )
+    functions = [
+        n
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
     return files + [
-        f"{path}:{function.lineno}: {function.name} has {code_lines(function)} lines, more than {MOST_FUNCTION_LINES}"
+        f"{path}:{function.lineno}: {function.name} has {code_lines(function)} lines, more than "
+        f"{MOST_FUNCTION_LINES}"
         for function in functions
         if code_lines(function) > MOST_FUNCTION_LINES
     ]
@@ -191,7 +232,9 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of a function without its docstring and decorators."""
     first = function.body[0]
     is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    docstring = first.end_lineno - first.lineno + 1 if is_docstring and ast.get_docstring(function) else 0
+    docstring = (
+        first.end_lineno - first.lineno + 1 if is_docstring and ast.get_docstring(function) else 0
+    )
     return function.end_lineno - function.lineno + 1 - docstring
 
 
@@ -200,11 +243,16 @@ only_mesh_builds_meshes = calls_of(MESH_BUILDERS, {"apply/mesh", "testing"})
 
 
 @pytest.mark.parametrize(
-    "rule", [forbidden_imports, private_torch_names, only_apply_shards, only_mesh_builds_meshes, too_long]
+    "rule",
+    [forbidden_imports, private_torch_names, only_apply_shards, only_mesh_builds_meshes, too_long],
 )
 def test_the_library_keeps_the_rule(rule):
     assert len(SOURCES) > 10  # found the library
-    violations = [v for path in SOURCES for v in rule(path.relative_to(ROOT / "shardkit").as_posix(), path.read_text())]
+    violations = [
+        v
+        for path in SOURCES
+        for v in rule(path.relative_to(ROOT / "shardkit").as_posix(), path.read_text())
+    ]
     assert not violations, "\n".join(violations)
 
 
@@ -214,5 +262,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_the_tests_are_not_too_long_either():
-    violations = [violation for path in TESTS for violation in too_long(path.name, path.read_text())]
+    violations = [
+        violation for path in TESTS for violation in too_long(path.name, path.read_text())
+    ]
     assert not violations, "\n".join(violations)

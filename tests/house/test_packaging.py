@@ -1,4 +1,6 @@
-"""The wheel has what users and type checkers need, one version, and a README whose links work outside of the tree."""
+"""The wheel has what users and type checkers need, one version, and a README whose links work
+outside of the tree.
+"""
 
 import re
 import runpy
@@ -24,7 +26,9 @@ def wheel(tmp_path_factory):
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("README.md", "LICENSE", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "shardkit", source / "shardkit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "shardkit", source / "shardkit", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("tests", "benchmarks", "docs"):  # which must stay out
         (source / name).mkdir()
         (source / name / "__init__.py").touch()
@@ -52,10 +56,18 @@ def test_the_metadata_has_the_one_version_and_a_readme_without_relative_links(wh
 
 
 def test_links_lead_into_the_repository_if_it_is_known():
-    text = "![a b](docs/a.png), [page](docs/x.md#part), [torch](https://pytorch.org), [below](#part)"
+    text = (
+        "![a b](docs/a.png), [page](docs/x.md#part), [torch](https://pytorch.org), [below](#part)"
+    )
     kept = "[torch](https://pytorch.org), [below](#part)"
-    known = f"![a b](https://h/r/raw/HEAD/docs/a.png), [page](https://h/r/blob/HEAD/docs/x.md#part), {kept}"
+    known = (
+        "![a b](https://h/r/raw/HEAD/docs/a.png), [page](https://h/r/blob/HEAD/docs/x.md#part), "
+        f"{kept}"
+    )
     assert SETUP["portable"](text, "https://h/r") == known
     assert SETUP["portable"](text, "") == f", page, {kept}"
-    assert SETUP["repository"]('[project.urls]\nHome = "x"\nRepository = "https://h/r/"\n') == "https://h/r"
+    assert (
+        SETUP["repository"]('[project.urls]\nHome = "x"\nRepository = "https://h/r/"\n')
+        == "https://h/r"
+    )
     assert SETUP["repository"]("[project]\nRepository = 1\n") == ""

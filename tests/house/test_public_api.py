@@ -1,6 +1,8 @@
-"""The public names: what they are, that they are documented, and that the pages say of them what is so.
+"""The public names: what they are, that they are documented, and that the pages say of them what is
+so.
 
-``__init__.pyi`` lists the names, README has the two commands, and the pages the output of their code.
+``__init__.pyi`` lists the names, README has the two commands, and the pages the output of their
+code.
 """
 
 import contextlib
@@ -40,7 +42,8 @@ PUBLIC_MODULES = (
 
 def public(module: ModuleType) -> dict[str, object]:
     """The names of a package that are not its submodules."""
-    names = module.__all__ if module is shardkit else vars(module)  # whose names are loaded when they are asked for
+    # whose names are loaded when they are asked for
+    names = module.__all__ if module is shardkit else vars(module)
     found = {name: getattr(module, name) for name in names if not name.startswith("_")}
     return {name: value for name, value in found.items() if not isinstance(value, ModuleType)}
 
@@ -53,11 +56,13 @@ def test_the_public_names_are_those_of_the_stub():
     assert len(NAMES) <= MOST
 
 
-# --- Documented ---------------------------------------------------------------------------------------
+# --- Documented -----------------------------------------------------------------------------------
 
 
 def ours() -> Iterator[tuple[str, object]]:
-    """Every public function and class that is not torch's, and every public method and property of the classes."""
+    """Every public function and class that is not torch's, and every public method and property of
+    the classes.
+    """
     for package in (shardkit, *PUBLIC_MODULES):
         for name, value in public(package).items():
             if name not in OF_TORCH and (isinstance(value, type) or inspect.isfunction(value)):
@@ -67,7 +72,11 @@ def ours() -> Iterator[tuple[str, object]]:
 
 def methods(name: str, cls: object) -> Iterator[tuple[str, object]]:
     for attribute, value in vars(cls).items() if isinstance(cls, type) else ():
-        value = getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
+        value = (
+            getattr(value, "fget", None)
+            or getattr(value, "func", None)
+            or getattr(value, "__func__", value)
+        )
         if not attribute.startswith("_") and inspect.isfunction(value):
             yield f"{name}.{attribute}", value
 
@@ -75,16 +84,24 @@ def methods(name: str, cls: object) -> Iterator[tuple[str, object]]:
 def undocumented(name: str, value: object) -> list[str]:
     # A dataclass without a docstring gets its signature for one.
     own = value.__dict__.get("__doc__") if isinstance(value, type) else value.__doc__
-    return [] if own and not own.startswith(f"{name.split('.')[-1]}(") else [f"{name} has no docstring"]
+    return (
+        []
+        if own and not own.startswith(f"{name.split('.')[-1]}(")
+        else [f"{name} has no docstring"]
+    )
 
 
 def test_everything_public_is_documented():
     found = dict(ours())
-    assert {"shardkit.plan_model", "shardkit.ShardingPlan.diff", "shardkit.testing.RankPool.run"} <= found.keys()
+    assert {
+        "shardkit.plan_model",
+        "shardkit.ShardingPlan.diff",
+        "shardkit.testing.RankPool.run",
+    } <= found.keys()
     assert [problem for name, value in found.items() for problem in undocumented(name, value)] == []
 
 
-# --- The pages ------------------------------------------------------------------------------------------------------
+# --- The pages ------------------------------------------------------------------------------------
 
 
 def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
@@ -96,7 +113,11 @@ def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 exec(block.code, namespace)
-            between = text[block.offset : following.offset].partition("\n```\n")[2] if following else "end"
+            between = (
+                text[block.offset : following.offset].partition("\n```\n")[2]
+                if following
+                else "end"
+            )
             if following and following.language == "text" and not between.strip():
                 yield out.getvalue().strip(), following.code.strip()
 
@@ -112,7 +133,8 @@ def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
 def test_the_output_on_a_page_is_what_its_code_prints(page, outputs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a block may write files
     text = (ROOT / page).read_text()
-    # A model that is recorded and never materialized would be replayed before the next one of this process.
+    # A model that is recorded and never materialized would be replayed before the next one of this
+    # process.
     with fake_world(8), torch.random.fork_rng(devices=[]):
         pairs = list(printed_and_shown(text))
     assert len(pairs) == outputs
@@ -121,10 +143,20 @@ def test_the_output_on_a_page_is_what_its_code_prints(page, outputs, tmp_path, m
 
 
 def test_ci_runs_the_one_test_command_of_the_readme():
-    extraction = next(line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("command="))
+    extraction = next(
+        line
+        for line in (ROOT / ".ci" / "run").read_text().splitlines()
+        if line.startswith("command=")
+    )
     script = f'{extraction}\nprintf %s "$command"'
-    found = subprocess.run(["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    shown = [block.code.strip() for block in blocks((ROOT / "README.md").read_text()) if block.language == "bash"]
+    found = subprocess.run(
+        ["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    shown = [
+        block.code.strip()
+        for block in blocks((ROOT / "README.md").read_text())
+        if block.language == "bash"
+    ]
     assert shown[1] == found
     assert found.startswith("python3 -m venv .venv && ")
     assert found.endswith(' -e ".[test]" && pytest')

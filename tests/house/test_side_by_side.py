@@ -44,7 +44,9 @@ def test_dies():
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a project of a file with ranks and others without; returns pytest's exit code and what it printed."""
+    """Runs a project of a file with ranks and others without; returns pytest's exit code and what
+    it printed.
+    """
     (tmp_path / "conftest.py").write_text("from side_by_side import pytest_runtestloop")
     (tmp_path / "test_a_ranks.py").write_text(RANKS)
     for number in range(side_by_side.WORTH_IT):
@@ -55,14 +57,18 @@ def run(tmp_path):
             (tmp_path / f"test_{name}.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *options]
         environment = os.environ | {"PYTHONPATH": str(Path(side_by_side.__file__).parent)}
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=60)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=60
+        )
         return done.returncode, done.stdout + done.stderr
 
     run.pids = lambda: set((tmp_path / "pids").read_text().split())
     return run
 
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="one process")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or os.cpu_count() == 1, reason="one process"
+)
 
 
 def test_what_the_fork_runs_is_reported_here(run):

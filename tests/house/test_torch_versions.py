@@ -25,7 +25,9 @@ PAGE = ROOT / "docs" / "torch-versions.md"
 
 
 def offered() -> set[str]:
-    """Every argument of ``fully_shard`` and its policies, and every public method of ``FSDPModule``."""
+    """Every argument of ``fully_shard`` and its policies, and every public method of
+    ``FSDPModule``.
+    """
     names = set(inspect.signature(fully_shard).parameters)
     for policy in (MixedPrecisionPolicy, CPUOffloadPolicy):
         names |= {field.name for field in dataclasses.fields(policy)}
@@ -52,7 +54,9 @@ def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch) -> None:
         fully_shard(model)
         unit = fsdp_units(model)[0]
         monkeypatch.delattr(unit, "reduce_grads")
-        with pytest.raises(ShardkitError, match=r"^FSDPParamGroup\.reduce_grads is not in torch 2\."):
+        with pytest.raises(
+            ShardkitError, match=r"^FSDPParamGroup\.reduce_grads is not in torch 2\."
+        ):
             zero_grad(model)
 
 
@@ -76,6 +80,8 @@ def check_without_gpu(backend: str | None) -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("backend", [None, "", "gloo"], ids=["no group", "no backend", "gloo"])
-def test_without_a_gpu_everything_is_on_the_cpu_also_with_a_wheel_for_cuda(backend: str | None) -> None:
+def test_without_a_gpu_everything_is_on_the_cpu_also_with_a_wheel_for_cuda(
+    backend: str | None,
+) -> None:
     with RankPool(1) as rank:
         rank.run(check_without_gpu, backend)

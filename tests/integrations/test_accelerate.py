@@ -1,11 +1,23 @@
-"""accelerate's Accelerator, unchanged, on sharded models: docs/integrations.md's function against a plain loop."""
+"""accelerate's Accelerator, unchanged, on sharded models: docs/integrations.md's function against a
+plain loop.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from other_trainers import BATCH, assert_same, full, of_the_page, packages, plain_loop, rows, tiny, torchrun
+from other_trainers import (
+    BATCH,
+    assert_same,
+    full,
+    of_the_page,
+    packages,
+    plain_loop,
+    rows,
+    tiny,
+    torchrun,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,14 +39,17 @@ def test_it_trains_like_the_plain_loop(tmp_path):
     with torchrun():
         accelerator, model, losses = train(tiny(), loader(), tmp_path / "half", steps=2)
         _, whole, all_losses = train(tiny(), loader(), tmp_path / "all", steps=4)
-        _, resumed, later = train(tiny(), loader(), tmp_path / "again", steps=2, resume=tmp_path / "half")
+        _, resumed, later = train(
+            tiny(), loader(), tmp_path / "again", steps=2, resume=tmp_path / "half"
+        )
         assert [*losses, *later] == all_losses
         assert_same(full(resumed), full(whole))
         plain = plain_loop(2, accumulate=2)
         assert all_losses == pytest.approx(plain.losses, abs=1e-5)
         plain.assert_like(whole)
         expected, state = full(model), accelerator.get_state_dict(model)
-        assert_same(state, expected if dist.get_rank() == 0 else {})  # the whole model on rank 0, and no shards
+        # the whole model on rank 0, and no shards
+        assert_same(state, expected if dist.get_rank() == 0 else {})
         accelerator.save_model(model, tmp_path / "weights")
         dist.barrier()
         from safetensors.torch import load_file
@@ -47,12 +62,15 @@ def test_prepare_takes_several_models_and_no_plain_one():
     from accelerate import Accelerator
 
     with torchrun():
-        accelerator = keep_sharded(keep_sharded(Accelerator(cpu=True)))  # a second time changes nothing
+        # a second time changes nothing
+        accelerator = keep_sharded(keep_sharded(Accelerator(cpu=True)))
         actor, critic = shard_model(tiny()), shard_model(nn.Linear(4, 1))
         optimizer = torch.optim.SGD(critic.parameters())
         params = [id(param) for param in critic.parameters()]
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-        first, second, wrapped, prepared, rest = accelerator.prepare(actor, critic, schedule, optimizer, "rest")
+        first, second, wrapped, prepared, rest = accelerator.prepare(
+            actor, critic, schedule, optimizer, "rest"
+        )
         assert (first, second, rest) == (actor, critic, "rest")
         assert wrapped.optimizers == [prepared]
         assert [id(param) for group in prepared.param_groups for param in group["params"]] == params
@@ -79,7 +97,10 @@ def loads(folder):
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         accelerator.load_state(folder)
         assert_same(full(model), torch.load(folder / "pytorch_model_fsdp.bin"))
-        moments = {name: optimizer.state[param]["exp_avg"].full_tensor() for name, param in model.named_parameters()}
+        moments = {
+            name: optimizer.state[param]["exp_avg"].full_tensor()
+            for name, param in model.named_parameters()
+        }
     saved = torch.load(folder / "optimizer.bin")["state"]
     assert_same(moments, {name: state["exp_avg"] for name, state in saved.items()})
 

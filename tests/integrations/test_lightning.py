@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from other_trainers import BATCH, assert_same, full, of_the_page, packages, plain_loop, rows, tiny, torchrun
+from other_trainers import (
+    BATCH,
+    assert_same,
+    full,
+    of_the_page,
+    packages,
+    plain_loop,
+    rows,
+    tiny,
+    torchrun,
+)
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from shardkit.testing import distributed
@@ -15,7 +25,9 @@ packages("lightning.pytorch", "transformers.models.llama.modeling_llama")
 def loader() -> DataLoader:
     """The first half of the rows, in order: two steps an epoch."""
     half = Subset(rows(), range(2 * BATCH))
-    return DataLoader(half, BATCH // dist.get_world_size(), sampler=DistributedSampler(half, shuffle=False))
+    return DataLoader(
+        half, BATCH // dist.get_world_size(), sampler=DistributedSampler(half, shuffle=False)
+    )
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)

@@ -1,4 +1,6 @@
-"""transformers' Trainer, unchanged, on sharded models: the function of docs/integrations.md, flags, and 4 ranks."""
+"""transformers' Trainer, unchanged, on sharded models: the function of docs/integrations.md, flags,
+and 4 ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from other_trainers import LR, assert_same, full, of_the_page, packages, plain_loop, rows, tiny, torchrun
+from other_trainers import (
+    LR,
+    assert_same,
+    full,
+    of_the_page,
+    packages,
+    plain_loop,
+    rows,
+    tiny,
+    torchrun,
+)
 from torch import nn
 from transformers.distributed import DistributedConfig
 
@@ -42,7 +54,11 @@ def checkpointing() -> str:
     from transformers import TrainingArguments
 
     names = {field.name for field in fields(TrainingArguments)}
-    return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    return (
+        "activation_checkpointing"
+        if "activation_checkpointing" in names
+        else "gradient_checkpointing"
+    )
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)
@@ -63,20 +79,33 @@ def test_the_trainer_of_the_page(tmp_path):
         assert_same(full(model), full(resumed))
         assert logged(again, "loss") == logged(trainer, "loss")
 
-        expected = torch.stack([plain.model(**{k: v[None] for k, v in row.items()}).loss for row in rows()]).mean()
+        expected = torch.stack(
+            [plain.model(**{k: v[None] for k, v in row.items()}).loss for row in rows()]
+        ).mean()
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), abs=1e-5)
         assert_same(full(LlamaForCausalLM.from_pretrained(tmp_path)), full(model))
         save_pretrained(model, tmp_path / "streamed")
         assert_same(full(LlamaForCausalLM.from_pretrained(tmp_path / "streamed")), full(model))
 
 
-def short_run(folder: Any, *, plan: Any = None, optimizer: Any = None, first: Any = None, **options: Any) -> Any:
+def short_run(
+    folder: Any, *, plan: Any = None, optimizer: Any = None, first: Any = None, **options: Any
+) -> Any:
     """Three steps of Trainer; returns it and the model."""
     from transformers import Trainer, TrainingArguments
 
     model = shard_model(tiny(), **(plan or {}))
-    common = {"per_device_train_batch_size": 2, "learning_rate": LR, "lr_scheduler_type": "constant"}
-    common |= {"max_steps": 3, "train_sampling_strategy": "sequential", "max_grad_norm": 0.5, "save_strategy": "no"}
+    common = {
+        "per_device_train_batch_size": 2,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+    }
+    common |= {
+        "max_steps": 3,
+        "train_sampling_strategy": "sequential",
+        "max_grad_norm": 0.5,
+        "save_strategy": "no",
+    }
     common |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
     args = TrainingArguments(str(folder), **{**common, **options})
     optimizers = (optimizer(model) if optimizer else None, None)
@@ -110,13 +139,20 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 def test_flags_of_the_trainer_change_nothing_else(tmp_path):
     with torchrun():
         plain = plain_loop(3, decay=0.0)
-        reference = short_run(tmp_path, first=lambda trainer: trainer.evaluate())  # before any training, too
+        # before any training, too
+        reference = short_run(tmp_path, first=lambda trainer: trainer.evaluate())
         plain.assert_like(reference.model)
         averages: list[ShardedAverage] = []
-        short_run(tmp_path, first=lambda trainer: trainer.add_callback(ema(trainer.model, averages)))
-        expected = [full(plain_loop(steps, decay=0.0).model)["lm_head.weight"] for steps in (1, 2, 3)]
+        short_run(
+            tmp_path, first=lambda trainer: trainer.add_callback(ema(trainer.model, averages))
+        )
+        expected = [
+            full(plain_loop(steps, decay=0.0).model)["lm_head.weight"] for steps in (1, 2, 3)
+        ]
         mean = (expected[0] / 2 + expected[1] / 2) / 2 + expected[2] / 2
-        torch.testing.assert_close(full(averages[0])["module.lm_head.weight"], mean, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            full(averages[0])["module.lm_head.weight"], mean, rtol=1e-4, atol=2e-5
+        )
         recomputed = short_run(tmp_path, **{checkpointing(): True})
         assert recomputed.model.is_gradient_checkpointing
         assert_same(full(recomputed.model), full(reference.model))
@@ -124,8 +160,15 @@ def test_flags_of_the_trainer_change_nothing_else(tmp_path):
         by_the_plan = short_run(tmp_path, plan={"mp_policy": BF16})
         asked_too = short_run(tmp_path, plan={"mp_policy": BF16}, bf16=True)
         assert_same(full(asked_too.model), full(by_the_plan.model))
-        assert not torch.equal(full(asked_too.model)["lm_head.weight"], full(reference.model)["lm_head.weight"])
-        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+        assert not torch.equal(
+            full(asked_too.model)["lm_head.weight"], full(reference.model)["lm_head.weight"]
+        )
+        best = {
+            "load_best_model_at_end": True,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_steps": 1,
+        }
         best_run = short_run(tmp_path, optimizer=muon, save_strategy="steps", **best)
         losses = logged(best_run, "eval_loss")
         assert best_run.evaluate()["eval_loss"] == min(losses) != losses[0]
@@ -176,7 +219,11 @@ def test_adapters(tmp_path):
         train(resumed := build(), rows(), str(tmp_path), resume=f"{tmp_path}/checkpoint-2")
     assert_same(full(resumed), full(model))
     saved = load_file(tmp_path / "adapter_model.safetensors")  # the adapters alone, and whole
-    trained = {name.replace(".default", ""): value for name, value in full(model).items() if "lora_" in name}
+    trained = {
+        name.replace(".default", ""): value
+        for name, value in full(model).items()
+        if "lora_" in name
+    }
     assert_same(saved, trained)
     assert all(value.any() for value in saved.values())
 
@@ -188,9 +235,12 @@ def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
             short_run(tmp_path, **options)
         return str(raised.value)
 
-    assert error(bf16=True).startswith("mixed_precision is bf16, and the model computes in torch.float32")
+    assert error(bf16=True).startswith(
+        "mixed_precision is bf16, and the model computes in torch.float32"
+    )
     assert error(fsdp=True).startswith("accelerate is told to shard too")
-    if not torch.cuda.is_available():  # accelerate takes a CPU rank of torchrun for the only process
+    # accelerate takes a CPU rank of torchrun for the only process
+    if not torch.cuda.is_available():
         assert "trains on 1 processes, and the process group has 2 ranks" in error(use_cpu=False)
     with torchrun():
         from transformers import Trainer, TrainingArguments
@@ -214,33 +264,57 @@ SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 2}
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, bos_token_id=1, eos_token_id=1, use_cache=False, **sizes))
+    sizes = {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    }
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, bos_token_id=1, eos_token_id=1, use_cache=False, **sizes)
+    )
 
 
 def bloom() -> nn.Module:
     from transformers import BloomConfig, BloomForCausalLM
 
-    return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2, use_cache=False))
+    return BloomForCausalLM(
+        BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2, use_cache=False)
+    )
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    return BertForMaskedLM(
+        BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
 
 
 def clip_text() -> nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-    return CLIPTextModelWithProjection(CLIPTextConfig(**SIZES, projection_dim=8, bos_token_id=1, eos_token_id=2))
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(**SIZES, projection_dim=8, bos_token_id=1, eos_token_id=2)
+    )
 
 
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False))
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
+    )
 
 
 def losses(model: nn.Module) -> list[float]:
@@ -259,7 +333,8 @@ def losses(model: nn.Module) -> list[float]:
 
 
 takes_plans = pytest.mark.skipif(
-    "fsdp_plan" not in inspect.signature(DistributedConfig).parameters, reason="transformers 5.20 takes no fsdp_plan"
+    "fsdp_plan" not in inspect.signature(DistributedConfig).parameters,
+    reason="transformers 5.20 takes no fsdp_plan",
 )
 
 
@@ -275,10 +350,21 @@ def test_transformers_shards_the_units_of_our_plan(tmp_path):
             plan = plan_model(plain, mesh=MeshSpec.sharded(2))
             config = DistributedConfig(fsdp_size=2, fsdp_plan=plan.to_fsdp_plan())
             model = type(plain).from_pretrained(folder, distributed_config=config)
-            assert losses(model) == pytest.approx(losses(shard_model(plain)), rel=1e-6), build.__name__
+            assert losses(model) == pytest.approx(losses(shard_model(plain)), rel=1e-6), (
+                build.__name__
+            )
             units = {module: unit for unit in fsdp_units(model) for module in unit.modules}
-            found = {n: units[m].post_forward_mesh_info is not None for n, m in model.named_modules() if m in units}
-            expected = {fqn: unit.reshard_after_forward for unit in plan.units if unit.params for fqn in unit.modules}
+            found = {
+                n: units[m].post_forward_mesh_info is not None
+                for n, m in model.named_modules()
+                if m in units
+            }
+            expected = {
+                fqn: unit.reshard_after_forward
+                for unit in plan.units
+                if unit.params
+                for fqn in unit.modules
+            }
             if plain.all_tied_weights_keys:
                 expected.pop("lm_head", None)  # transformers shards the embedding in its place
             assert found == expected

@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer, unchanged, with rows of different lengths: docs/integrations.md's function against one process."""
+"""TRL's SFTTrainer, unchanged, with rows of different lengths: docs/integrations.md's function
+against one process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def tokenizer() -> Any:
     words = {"<unk>": 0, "<eos>": 1, "<pad>": 2} | {f"w{number}": number for number in range(3, 64)}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>"
+    )
 
 
 def texts() -> Any:
@@ -31,7 +35,9 @@ def texts() -> Any:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 9, (16,), generator=generator).tolist()
     lines = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
-    return Dataset.from_list([{"text": " ".join(f"w{number}" for number in line)} for line in lines])
+    return Dataset.from_list(
+        [{"text": " ".join(f"w{number}" for number in line)} for line in lines]
+    )
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)
@@ -46,13 +52,22 @@ def test_sft(tmp_path):
 
 
 def alone(folder: str) -> list[float]:
-    """The losses of the same trainer without sharding, of the same global batches, in this process."""
+    """The losses of the same trainer without sharding, of the same global batches,
+    in this process.
+    """
     from trl import SFTConfig, SFTTrainer
 
-    options = {"per_device_train_batch_size": 4, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2}
+    options = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+    }
     options |= {"save_strategy": "no"}
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_RANK": "-1"}):
-        args = SFTConfig(folder, **options, max_length=16, use_cpu=True, report_to=[], disable_tqdm=True)
+        args = SFTConfig(
+            folder, **options, max_length=16, use_cpu=True, report_to=[], disable_tqdm=True
+        )
         assert args.world_size == 1
         trainer = SFTTrainer(tiny(), args, train_dataset=texts(), processing_class=tokenizer())
         trainer.train()

@@ -1,4 +1,6 @@
-"""One forward on fake tensors finds the parameters that are used outside of their unit, before anything trains."""
+"""One forward on fake tensors finds the parameters that are used outside of their unit, before
+anything trains.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from small_models import Block, Decoder, snapshot
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, group, init_on_meta, plan_model, shard_model
+from shardkit import (
+    MeshSpec,
+    MixedPrecisionPolicy,
+    ShardingPlan,
+    group,
+    init_on_meta,
+    plan_model,
+    shard_model,
+)
 from shardkit._torch import torch_version
 from shardkit.errors import PlanError
 from shardkit.testing import distributed, fake_world
@@ -70,12 +80,21 @@ def units(plan: ShardingPlan) -> list[str]:
 def test_the_default_rule_leaves_units_out_that_are_used_outside(batch: Any) -> None:
     model = hidden()
     before = snapshot(model)
-    assert units(plan_model(model, mesh=TWO)) == ["embed", "layers.0", "layers.1", "layers.2", "(root)"]
+    assert units(plan_model(model, mesh=TWO)) == [
+        "embed",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "(root)",
+    ]
     random = torch.get_rng_state()
     plan = plan_model(model, mesh=TWO, example_batch=batch)
     assert units(plan) == ["layers.2", "(root)"]
-    (note,) = [each for each in plan.notes if "used outside of it" in each]  # another is about a dim
-    assert note.startswith("embed, layers.0, layers.1: not a unit, because parameters are used outside of it: embed")
+    # another is about a dim
+    (note,) = [each for each in plan.notes if "used outside of it" in each]
+    assert note.startswith(
+        "embed, layers.0, layers.1: not a unit, because parameters are used outside of it: embed"
+    )
     assert "layers.0.norm.weight in (root)" in note
     assert snapshot(model) == before
     assert model.calls == []
@@ -87,7 +106,10 @@ def test_rules_of_the_user_are_one_error() -> None:
     with pytest.raises(PlanError) as caught:
         plan_model(model, mesh=TWO, units=["layers.*", "embed"], example_batch=torch.randn(2, 8))
     third, first, second = str(caught.value).splitlines()  # in the order of the plan
-    assert "layers.0.norm.weight, layers.0.norm.bias are used in (root) while the unit layers.0 is not" in first
+    assert (
+        "layers.0.norm.weight, layers.0.norm.bias are used in (root) while the unit layers.0 is not"
+        in first
+    )
     assert "Leave layers.0 out of units=" in first
     assert second.startswith("layers.1.norm.weight")
     assert third.startswith("embed.weight is used in (root) while the unit embed")
@@ -125,7 +147,9 @@ def test_methods_that_gather_and_units_that_are_not_called() -> None:
     x = torch.randn(2, 8)
     with pytest.raises(PlanError, match=r"vae\.norm\.weight"):
         plan_model(Methods(), mesh=TWO, units=["vae", "idle"], example_batch=x)
-    plan = plan_model(Methods(), mesh=TWO, units=["vae", "idle"], forward_methods=["vae.encode"], example_batch=x)
+    plan = plan_model(
+        Methods(), mesh=TWO, units=["vae", "idle"], forward_methods=["vae.encode"], example_batch=x
+    )
     assert plan.notes == ("idle: not called in the forward of example_batch",)
 
 
@@ -139,7 +163,9 @@ def test_a_parameter_that_forward_writes_is_noted(through: str) -> None:
             return super().forward(x)
 
     plan = plan_model(Codebook(), mesh=TWO, example_batch=torch.randn(2, 8))
-    assert any(note.startswith("norm.weight: written inside forward; FSDP2 loses") for note in plan.notes)
+    assert any(
+        note.startswith("norm.weight: written inside forward; FSDP2 loses") for note in plan.notes
+    )
 
 
 class Filling(nn.Module):
@@ -164,14 +190,17 @@ class FillingBlock(Block):
 def test_lists_that_a_unit_writes_into_are_noted(cache: Any, dtype: torch.dtype | None) -> None:
     x, policy = torch.randn(2, 8, requires_grad=True), MixedPrecisionPolicy(dtype)
     plan = plan_model(Filling(cache), mesh=TWO, example_batch=x, mp_policy=policy)
-    names = (
-        "layers.0 (cache), layers.1 (cache)" if dtype else "layers.1 (cache)"
-    )  # the first call finds no tensor in it
+    # the first call finds no tensor in it
+    names = "layers.0 (cache), layers.1 (cache)" if dtype else "layers.1 (cache)"
     (note,) = (note for note in plan.notes if "written into" in note)
-    assert note.startswith(f"{names}: written into by the unit, which gets a copy from FSDP2; return it")
+    assert note.startswith(
+        f"{names}: written into by the unit, which gets a copy from FSDP2; return it"
+    )
     with fake_world(2):  # what the note says
         shard_model(Filling(mine := copy.deepcopy(cache)), mp_policy=policy)(x)
-        assert len(mine[0] if isinstance(mine, tuple) else mine) == (0 if dtype or torch_version() < (2, 12) else 1)
+        assert len(mine[0] if isinstance(mine, tuple) else mine) == (
+            0 if dtype or torch_version() < (2, 12) else 1
+        )
 
 
 def test_lists_that_a_unit_reads_are_not_noted() -> None:
@@ -181,7 +210,10 @@ def test_lists_that_a_unit_reads_are_not_noted() -> None:
 
     model = Filling([torch.ones(8, requires_grad=True)])
     model.layers = nn.ModuleList(Reading() for _ in range(2))
-    assert not any("written into" in each for each in plan_model(model, mesh=TWO, example_batch=torch.ones(2, 8)).notes)
+    assert not any(
+        "written into" in each
+        for each in plan_model(model, mesh=TWO, example_batch=torch.ones(2, 8)).notes
+    )
 
 
 def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
@@ -189,7 +221,9 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if x.sum() > 0 else x
 
-    with pytest.raises(PlanError, match=r"example_batch fails in the model on fake tensors: DataDep[^$]*units=\[\]"):
+    with pytest.raises(
+        PlanError, match=r"example_batch fails in the model on fake tensors: DataDep[^$]*units=\[\]"
+    ):
         plan_model(Values(), mesh=TWO, example_batch=torch.randn(2, 8))
 
 

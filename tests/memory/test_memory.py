@@ -33,7 +33,8 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 TOKENS = torch.randint(0, 101, (3, 40))
 
 
-# All that needs no values passes but lstm_lm, whose CPU kernel fake tensors take apart; these are one of each habit.
+# All that needs no values passes but lstm_lm, whose CPU kernel fake tensors take apart; these are
+# one of each habit.
 IN_SUITE = ["gemma2", "lora", "own_checkpointing", "resnet", "t5"]
 
 
@@ -49,7 +50,9 @@ def mean(output: Any) -> torch.Tensor:
 
 def predicted_peak(model: nn.Module, plan: ShardingPlan, batch: Any) -> int:
     step = trace(model, plan, batch, loss=mean)
-    points = timeline(plan, step, OptimizerBytes.of("none"), sum(each.nbytes for each in model.buffers()))
+    points = timeline(
+        plan, step, OptimizerBytes.of("none"), sum(each.nbytes for each in model.buffers())
+    )
     return max(point.total for point in points) - step.batch_bytes
 
 
@@ -58,7 +61,9 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {},
     "tied, half precision": {"mp_policy": HALF},
     "half precision": {"mp_policy": HALF},
-    "half precision, reduced in it": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "half precision, reduced in it": {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    },
     "kept gathered": {"reshard_after_forward": False},
     "all resharded": {"reshard_after_forward": True},
     "on fewer ranks": {"reshard_after_forward": 2, "mp_policy": HALF},
@@ -67,7 +72,9 @@ CASES: dict[str, dict[str, Any]] = {
     "alone": {"mesh": MeshSpec.sharded(1), "mp_policy": HALF},
     "checkpointed": {"checkpoint_activations": True},
     "selective": {"checkpoint_activations": "selective"},
-    "checkpointed around units": {"units": ["layers.*.up", by_name("layers.*", checkpoint_activations=True)]},
+    "checkpointed around units": {
+        "units": ["layers.*.up", by_name("layers.*", checkpoint_activations=True)]
+    },
     "prefetched": {"prefetch": 2, "mp_policy": HALF},
     "blocks only": {"units": by_class(Block)},
     "one unit": {"units": []},
@@ -80,7 +87,9 @@ def test_predicted_is_counted(case: str) -> None:
     model = decoder("tied" in case)
     plan = plan_model(model, **({"mesh": MeshSpec.sharded(8)} | CASES[case]))
     expected = predicted_peak(model, plan, TOKENS)
-    assert counted_peak(model, plan, lambda m: mean(m(TOKENS)).backward()) == pytest.approx(expected, rel=0.001)
+    assert counted_peak(model, plan, lambda m: mean(m(TOKENS)).backward()) == pytest.approx(
+        expected, rel=0.001
+    )
 
 
 def micro_steps(model: nn.Module, keep: Any = None) -> None:
@@ -97,8 +106,12 @@ def partly_frozen(*frozen: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("keep", [None, "frozen", True, False])
-@pytest.mark.parametrize("frozen", [(), ("embed", "layers.0", "layers.2")], ids=["all train", "frozen"])
-def test_predicted_is_counted_with_micro_batches(frozen: tuple[str, ...], keep: bool | str | None) -> None:
+@pytest.mark.parametrize(
+    "frozen", [(), ("embed", "layers.0", "layers.2")], ids=["all train", "frozen"]
+)
+def test_predicted_is_counted_with_micro_batches(
+    frozen: tuple[str, ...], keep: bool | str | None
+) -> None:
     model = partly_frozen(*frozen)
     plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=HALF)
     options = {"micro_batches": 3, "keep_unsharded": keep}
@@ -114,9 +127,13 @@ def test_a_budget_counts_what_micro_batches_keep() -> None:
     weighed = {"plan": plan, "reserve": 0, "micro_batches": 3, **options}
     everything, *_, kept = plan_for_budget(model, "1GiB", **weighed).weighed
     choice = plan_for_budget(model, (everything.peak.total + kept.peak.total) // 2, **weighed)
-    gathers = [plan.collectives(3).all_gathers for plan in (everything.plan, choice.plan, kept.plan)]
+    gathers = [
+        plan.collectives(3).all_gathers for plan in (everything.plan, choice.plan, kept.plan)
+    ]
     assert gathers[0] > gathers[1] > gathers[2] == 6
-    assert counted_peak(model, choice.plan, micro_steps) == pytest.approx(choice.peak.total - TOKENS.nbytes, rel=0.001)
+    assert counted_peak(model, choice.plan, micro_steps) == pytest.approx(
+        choice.peak.total - TOKENS.nbytes, rel=0.001
+    )
 
 
 @pytest.mark.parametrize("case", ["default", "hybrid"])
@@ -127,9 +144,13 @@ def test_predicted_is_counted_on_other_dims(case: str) -> None:
     assert any(dict(unit.shard_dims).keys() & {"layers.0.experts.up"} for unit in plan.units)
     batch = TOKENS % 11
     expected = predicted_peak(model, plan, batch)
-    on_dim_0 = dataclasses.replace(plan, units=tuple(dataclasses.replace(u, shard_dims=()) for u in plan.units))
+    on_dim_0 = dataclasses.replace(
+        plan, units=tuple(dataclasses.replace(u, shard_dims=()) for u in plan.units)
+    )
     assert predicted_peak(model, on_dim_0, batch) != pytest.approx(expected, rel=0.01)
-    assert counted_peak(model, plan, lambda m: mean(m(batch)).backward()) == pytest.approx(expected, rel=0.001)
+    assert counted_peak(model, plan, lambda m: mean(m(batch)).backward()) == pytest.approx(
+        expected, rel=0.001
+    )
 
 
 def test_predicted_is_counted_where_blocks_share_a_unit() -> None:
@@ -141,7 +162,10 @@ def test_predicted_is_counted_where_blocks_share_a_unit() -> None:
     weighed = {"plan": plan, "batch": TOKENS, "loss": mean, "optimizer": "none", "reserve": 0}
     most = plan_for_budget(model, "1GiB", **weighed).weighed[0].peak.total
     choice = plan_for_budget(model, int(0.8 * most), **weighed)
-    assert {unit.checkpoint_activations for unit in choice.plan.units if unit.blocks} == {True, False}
+    assert {unit.checkpoint_activations for unit in choice.plan.units if unit.blocks} == {
+        True,
+        False,
+    }
     counted = counted_peak(model, choice.plan, lambda m: mean(m(TOKENS)).backward())
     assert counted == pytest.approx(choice.peak.total - TOKENS.nbytes, rel=0.001)
 
@@ -153,7 +177,8 @@ def test_predicted_is_counted_in_the_zoo(name: str) -> None:
     plan = plan_model(model, mesh=MeshSpec.sharded(4))
     expected = predicted_peak(model, plan, batch)
     counted = counted_peak(model, plan, lambda m: mean(m(**batch)).backward())
-    assert counted == pytest.approx(expected, rel=0.01)  # a few small tensors live a moment longer in one or the other
+    # a few small tensors live a moment longer in one or the other
+    assert counted == pytest.approx(expected, rel=0.01)
 
 
 def test_what_needs_values_is_refused() -> None:
@@ -166,11 +191,20 @@ def test_what_needs_values_is_refused() -> None:
 
 @pytest.mark.parametrize("policy", [True, "selective"])
 def test_a_hub_config_that_asks_for_a_cache_is_traced_without(policy: bool | str) -> None:
-    """Checkpointed blocks would fill it twice; the model that runs has to be told so, the one that is planned not."""
+    """Checkpointed blocks would fill it twice; the model that runs has to be told so, the one that
+    is planned not.
+    """
 
     def build(**cache: bool) -> nn.Module:
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=101, **sizes, **cache))
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+        }
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=101, **sizes, **cache)
+        )
 
     model, batch = build(), {"input_ids": TOKENS}
     assert model.config.use_cache is True
@@ -185,7 +219,9 @@ def test_a_hub_config_that_asks_for_a_cache_is_traced_without(policy: bool | str
 
 
 class Llama(transformers.LlamaForCausalLM):
-    """Without positions in the batch its attention has no mask, which fake tensors must not hide."""
+    """Without positions in the batch its attention has no mask, which fake tensors
+    must not hide.
+    """
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.model(input_ids, use_cache=False).last_hidden_state
@@ -197,7 +233,10 @@ IN_TILES: dict[str, dict[str, Any]] = {
     "whole": {"units": ["model.layers.*"]},
     "tiles": {"units": "model.layers.*", "tiles": TILES},
     "checkpointed": {"units": [by_name("model.layers.*", checkpoint_activations=True)]},
-    "checkpointed, tiles": {"units": by_name("model.layers.*", checkpoint_activations=True), "tiles": TILES},
+    "checkpointed, tiles": {
+        "units": by_name("model.layers.*", checkpoint_activations=True),
+        "tiles": TILES,
+    },
     "a unit, half precision": {
         "tiles": TILES,
         "units": ["**.mlp", "model.layers.0"],
@@ -208,12 +247,21 @@ IN_TILES: dict[str, dict[str, Any]] = {
 
 def test_predicted_is_counted_and_tiles_save() -> None:
     peaks, tokens = {}, torch.randint(31, (2, 150))
-    sizes = {"hidden_size": 16, "intermediate_size": 160, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 160,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+    }
     for name, arguments in IN_TILES.items():
         model = Llama(transformers.LlamaConfig(vocab_size=31, **sizes))
         plan = plan_model(model, mesh=MeshSpec.sharded(8), **arguments)
-        row = estimate(model, plan=plan, batch=tokens, optimizer="none", loss=lambda loss: loss)["ZeRO-3"]
+        row = estimate(model, plan=plan, batch=tokens, optimizer="none", loss=lambda loss: loss)[
+            "ZeRO-3"
+        ]
         peaks[name] = counted_peak(model, plan, lambda m: m(tokens).backward())
         assert row.peak.total - tokens.nbytes == pytest.approx(peaks[name], rel=0.001), name
-    assert peaks["tiles"] < 0.5 * peaks["whole"], peaks  # the activations of one tile, not of two MLPs
-    assert peaks["checkpointed, tiles"] < 0.6 * peaks["checkpointed"], peaks  # not of the MLP of one block
+    # the activations of one tile, not of two MLPs
+    assert peaks["tiles"] < 0.5 * peaks["whole"], peaks
+    # not of the MLP of one block
+    assert peaks["checkpointed, tiles"] < 0.6 * peaks["checkpointed"], peaks

@@ -16,7 +16,15 @@ from small_models import Block, Decoder
 from test_memory import TOKENS, decoder, mean
 from torch import Tensor, nn
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, api, plan_model, shard_model
+from shardkit import (
+    MeshSpec,
+    MixedPrecisionPolicy,
+    PlanError,
+    ShardingPlan,
+    api,
+    plan_model,
+    shard_model,
+)
 from shardkit.memory import BudgetPlan, estimate, plan_for_budget
 from shardkit.memory.budget import limit_of
 from shardkit.memory.trace import trace
@@ -39,13 +47,19 @@ def test_what_each_strategy_saves():
     model = decoder()
     rows = estimate(model, on(16, model), batch=TOKENS, loss=mean, ranks_per_node=4)
     peak = {row.name: row.peak.total for row in rows}
-    order = ["replicated (DDP)", "kept gathered (ZeRO-2)", "sharded (ZeRO-3)", "ZeRO-3, blocks checkpointed"]
+    order = [
+        "replicated (DDP)",
+        "kept gathered (ZeRO-2)",
+        "sharded (ZeRO-3)",
+        "ZeRO-3, blocks checkpointed",
+    ]
     order += ["ZeRO-3, checkpointed and offloaded"]
     assert [peak[name] for name in order] == sorted({peak[name] for name in order}, reverse=True)
     assert peak["sharded (ZeRO-3)"] < peak["sharded in a node (HSDP)"] < peak["replicated (DDP)"]
     offloaded, states = rows["ZeRO-3, offloaded to the CPU"], rows["ZeRO-3"].timeline[0]
     assert offloaded.peak.optimizer == rows["ZeRO-3"].host == 0
-    assert offloaded.host == 2 * states.parameters + states.optimizer  # and gradients, as large as parameters
+    # and gradients, as large as parameters
+    assert offloaded.host == 2 * states.parameters + states.optimizer
     assert max(point.gradients for point in rows["ZeRO-3, optimizer in backward"].timeline) == 0
     assert max(point.gradients for point in rows["ZeRO-3"].timeline) > 0
 
@@ -82,7 +96,8 @@ class Remembering(nn.Module):
         self.count, self.table, self.recent = 0, {"last": None}, deque(maxlen=3)
         self.register_buffer("running", torch.zeros(()))
         self.total = torch.zeros(())
-        self.lock, self.later = threading.Lock(), self.total + torch.ones((), requires_grad=True)  # not to be copied
+        # not to be copied
+        self.lock, self.later = threading.Lock(), self.total + torch.ones((), requires_grad=True)
         self.register_forward_hook(functools.partial(lambda lock, *_: None, threading.Lock()))
         inner = self.model.forward
         self.model.forward = lambda tokens: inner(tokens) * 2  # type: ignore[method-assign]
@@ -103,9 +118,16 @@ class Remembering(nn.Module):
 
 
 def held(value: object) -> object:
-    """All that can be reached, as plain values and names of the types of what cannot be compared."""
+    """All that can be reached, as plain values and names of the types of what
+    cannot be compared.
+    """
     if isinstance(value, Tensor):
-        return id(value), type(value).__name__, value.tolist(), held(value.grad) if value.is_leaf else None
+        return (
+            id(value),
+            type(value).__name__,
+            value.tolist(),
+            held(value.grad) if value.is_leaf else None,
+        )
     if isinstance(value, dict):
         return [(key, held(each)) for key, each in value.items()]
     if isinstance(value, (list, tuple, deque, set)):
@@ -136,15 +158,22 @@ def test_a_trace_leaves_all_that_is_reachable_from_the_model_as_it_is():
         assert torch.equal(found, expected)
         found.mean().backward()
         expected.mean().backward()
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        assert all(
+            torch.equal(a.grad, b.grad)
+            for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("share", [0.999, 0.75, 0.6])
 def test_a_plan_for_a_budget_never_exceeds_it_when_it_runs(share: float):
     model = decoder(layers=6)
-    most = estimate(model, on(8, model), batch=TOKENS, loss=mean, optimizer="none")["ZeRO-2"].peak.total
+    most = estimate(model, on(8, model), batch=TOKENS, loss=mean, optimizer="none")[
+        "ZeRO-2"
+    ].peak.total
     budget = int(most * share)
-    choice = plan_for_budget(model, budget, on(8, model), batch=TOKENS, loss=mean, optimizer="none", reserve=0)
+    choice = plan_for_budget(
+        model, budget, on(8, model), batch=TOKENS, loss=mean, optimizer="none", reserve=0
+    )
     assert choice.peak.total <= budget
     if not any(unit.offloads for unit in choice.plan.units):
         peak = counted_peak(model, choice.plan, lambda m: mean(m(TOKENS)).backward())
@@ -159,10 +188,14 @@ def test_the_order_of_a_budget():
         return plan_for_budget(model, budget, on(16, model), batch=TOKENS, loss=mean, reserve=0)
 
     assert "of 7 units kept gathered" in chosen(int(1.5 * sharded)).name
-    assert re.search(r"[1-6] of 6 blocks checkpointed selectively", chosen(int(0.95 * sharded)).name)
+    assert re.search(
+        r"[1-6] of 6 blocks checkpointed selectively", chosen(int(0.95 * sharded)).name
+    )
     assert re.search(r"[1-6] of 6 blocks checkpointed in full", chosen(int(0.75 * sharded)).name)
     assert chosen(int(0.9 * sharded)) == chosen(int(0.9 * sharded))
-    with pytest.raises(PlanError, match=r"budget of .* is too little: .* still peaks at .*Use a smaller batch"):
+    with pytest.raises(
+        PlanError, match=r"budget of .* is too little: .* still peaks at .*Use a smaller batch"
+    ):
         chosen(int(0.05 * sharded))
 
 
@@ -180,7 +213,9 @@ def test_budgets_as_text():
 def test_what_is_reserved_is_not_used():
     model = decoder(layers=6)
     options = {"batch": TOKENS, "loss": mean}
-    choice, whole = (plan_for_budget(model, 500_000, on(16, model), reserve=each, **options) for each in (0.2, 0))
+    choice, whole = (
+        plan_for_budget(model, 500_000, on(16, model), reserve=each, **options) for each in (0.2, 0)
+    )
     assert choice.limit == 400_000
     assert choice.plan == plan_for_budget(model, 400_000, on(16, model), reserve=0, **options).plan
     assert choice.peak.total <= 400_000 < whole.peak.total
@@ -191,11 +226,14 @@ def test_what_is_reserved_is_not_used():
 def test_shard_model_within_a_budget():
     model = decoder()
     with mock.patch.object(api.logger, "info") as info:
-        shard_model(model, memory_budget="362KiB", example_batch=TOKENS, mp_policy=MixedPrecisionPolicy())
+        shard_model(
+            model, memory_budget="362KiB", example_batch=TOKENS, mp_policy=MixedPrecisionPolicy()
+        )
     assert info.call_count == (dist.get_rank() == 0)
     assert all("fits" in str(call.args[1]) for call in info.call_args_list)
     mean(model(TOKENS)).backward()
-    assert any("forward" in vars(module) for module in model.modules() if isinstance(module, Block))  # checkpointed
+    # checkpointed
+    assert any("forward" in vars(module) for module in model.modules() if isinstance(module, Block))
 
 
 def test_a_budget_needs_a_batch():

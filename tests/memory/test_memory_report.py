@@ -11,7 +11,14 @@ from test_memory import CASES as PLANS
 from test_memory import TOKENS, decoder, mean
 from torch import nn
 
-from shardkit import MeshSpec, PlanError, ShardingPlan, apply_plan, optimizer_in_backward, plan_model
+from shardkit import (
+    MeshSpec,
+    PlanError,
+    ShardingPlan,
+    apply_plan,
+    optimizer_in_backward,
+    plan_model,
+)
 from shardkit.memory import estimate
 from shardkit.memory.timeline import Prediction
 from shardkit.testing import fake_world
@@ -37,7 +44,9 @@ def row_of(model: nn.Module, plan: ShardingPlan, **arguments: Any) -> Prediction
 
 
 def steps_bytes(model: nn.Module) -> int:
-    """AdamW's step counters, a float32 on the CPU for each trained parameter, which are not predicted."""
+    """AdamW's step counters, a float32 on the CPU for each trained parameter, which are not
+    predicted.
+    """
     return 4 * sum(param.requires_grad for param in model.parameters())
 
 
@@ -82,7 +91,9 @@ def test_the_optimizer_in_backward_leaves_no_gradients():
     row = estimate(model, plan=plan, batch=BATCH, loss=mean)["ZeRO-3, optimizer in backward"]
     with fake_world(8):
         apply_plan(model, plan)
-        optimizer = optimizer_in_backward(model, lambda params: torch.optim.AdamW(params, foreach=False))
+        optimizer = optimizer_in_backward(
+            model, lambda params: torch.optim.AdamW(params, foreach=False)
+        )
         mean(model(BATCH)).backward()
         optimizer.step()
         found = held(model, optimizer)

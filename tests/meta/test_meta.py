@@ -1,6 +1,7 @@
 """Meta init, on one rank of a fake world: values, random states, memory.
 
-Values are right there, because materialize computes them locally. The ranks' own tests are in test_meta_ranks.py.
+Values are right there, because materialize computes them locally. The ranks' own tests are in
+test_meta_ranks.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ import forks
 import pytest
 import torch
 from memory_count import LiveStorages
-from meta_check import both, build_sharded, check_same_as_ordinary, differences, net, same_bits, shard
+from meta_check import (
+    both,
+    build_sharded,
+    check_same_as_ordinary,
+    differences,
+    net,
+    same_bits,
+    shard,
+)
 from meta_constructions import FILLS, Holder, own
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -44,7 +53,9 @@ def test_real_tensors_from_outside():
         outside.add_(1)  # no meta tensor takes part
         second = own(torch.rand(3) + outside)
         outside.mul_(2)  # after it was read by the tape
-        return nn.Sequential(first, second, own(table.clone() * outside), own(torch.rand(3, 3) * table))
+        return nn.Sequential(
+            first, second, own(table.clone() * outside), own(torch.rand(3, 3) * table)
+        )
 
     torch.manual_seed(7)
     plain = build(torch.zeros(3), torch.ones(3, 3))
@@ -54,7 +65,10 @@ def test_real_tensors_from_outside():
         model = build(outside, table)
     assert differences(plain, materialize(fully_shard(model))) == []
     for write in (torch.Tensor.normal_, lambda tensor: tensor.copy_(torch.zeros(3))):
-        with pytest.raises(ShardkitError, match="a tensor from outside init_on_meta is written"), init_on_meta():
+        with (
+            pytest.raises(ShardkitError, match="a tensor from outside init_on_meta is written"),
+            init_on_meta(),
+        ):
             write(outside)
 
 
@@ -73,7 +87,7 @@ def test_tensors_in_plain_attributes():
     assert model.pair["view"].eq(5).all()
 
 
-# ---- random states ---------------------------------------------------------------------------------------------
+# ---- random states -------------------------------------------------------------------------------
 
 
 def test_a_second_construction_goes_on_where_the_first_ends():
@@ -149,7 +163,7 @@ def test_a_failed_construction_leaves_the_random_state():
     assert not torch.empty(1).is_meta
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 class Twice(nn.Module):
@@ -189,7 +203,8 @@ def count_bytes():
 
 
 def test_the_tape_is_freed_with_its_model(monkeypatch):
-    monkeypatch.setattr(tapes, "_latest", None)  # one of its own, not that of models which other tests left recorded
+    # one of its own, not that of models which other tests left recorded
+    monkeypatch.setattr(tapes, "_latest", None)
     with init_on_meta():
         model = net()
     tape = weakref.ref(tapes.open_tape())

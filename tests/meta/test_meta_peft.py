@@ -1,4 +1,6 @@
-"""PEFT's adapters on models that were built on meta: bit-equal to PEFT on real weights, or refused by name."""
+"""PEFT's adapters on models that were built on meta: bit-equal to PEFT on real weights, or refused
+by name.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def base():
 def adapted(model: nn.Module, kind: str) -> nn.Module:
     peft = pytest.importorskip("peft")
     if kind == "ia3":
-        config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+        config = peft.IA3Config(
+            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+        )
     else:
         config = peft.LoraConfig(**{"target_modules": TARGETS, "r": 4} | KINDS[kind])
     return peft.get_peft_model(model, config)
@@ -49,11 +53,16 @@ def adapted(model: nn.Module, kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_made_inside(kind):
     model = check_same_as_ordinary(lambda: adapted(base(), kind))
-    assert any("lora_B" in fqn or "ia3_l" in fqn or "embedding_B" in fqn for fqn, _ in model.named_parameters())
+    assert any(
+        "lora_B" in fqn or "ia3_l" in fqn or "embedding_B" in fqn
+        for fqn, _ in model.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
-@pytest.mark.parametrize("context", [init_on_meta, lambda: torch.device("meta")], ids=["recorded", "plain"])
+@pytest.mark.parametrize(
+    "context", [init_on_meta, lambda: torch.device("meta")], ids=["recorded", "plain"]
+)
 def test_adapters_made_afterwards_are_refused_by_name(kind, context):
     """PEFT moves them to the base's device, meta, where their values are lost."""
     with context():
@@ -66,11 +75,16 @@ def test_adapters_made_afterwards_are_refused_by_name(kind, context):
 
 
 def test_load_pretrained_of_the_base(tmp_path):
-    """What the file does not have, the adapters, is as PEFT made it inside, and refused where it was made after."""
+    """What the file does not have, the adapters, is as PEFT made it inside, and refused where it
+    was made after.
+    """
     torch.manual_seed(5)
     plain = adapted(base(), "lora")
     values = dict(plain.named_parameters())
-    save_file({fqn: t.detach() + 1 for fqn, t in values.items() if "lora_" not in fqn}, tmp_path / "model.safetensors")
+    save_file(
+        {fqn: t.detach() + 1 for fqn, t in values.items() if "lora_" not in fqn},
+        tmp_path / "model.safetensors",
+    )
     torch.manual_seed(5)
     with init_on_meta():
         model = adapted(base(), "lora")
@@ -106,7 +120,9 @@ OF_TENSORS = [
 
 def test_moves_and_casts_inside():
     for move in OF_MODULES:
-        check_same_as_ordinary(lambda move=move: nn.Sequential(move(nn.Linear(3, 3)), nn.Linear(3, 2)))
+        check_same_as_ordinary(
+            lambda move=move: nn.Sequential(move(nn.Linear(3, 3)), nn.Linear(3, 2))
+        )
 
     def build(move):
         made = torch.rand(3)

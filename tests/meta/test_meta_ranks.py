@@ -1,4 +1,6 @@
-"""Meta init on real ranks: models of the zoo on three kinds of mesh, offloading, tensor parallelism, seeds."""
+"""Meta init on real ranks: models of the zoo on three kinds of mesh, offloading, tensor
+parallelism, seeds.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def uneven() -> nn.Module:
 
 @distributed(world_size=4)
 def test_offloaded_shards():
-    check_same_as_ordinary(uneven, mesh=mesh_of((4,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    check_same_as_ordinary(
+        uneven, mesh=mesh_of((4,)), offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
 
 
 @distributed(world_size=4)
@@ -72,7 +76,9 @@ def raises_on_all_ranks(match, model, **kwargs):
 def test_ranks_with_different_seeds():
     torch.manual_seed(dist.get_rank() // 3)
     model = build_sharded(uneven)
-    raises_on_all_ranks(r"rank 3 differs from rank 0 in the random state .* call torch\.manual_seed", model)
+    raises_on_all_ranks(
+        r"rank 3 differs from rank 0 in the random state .* call torch\.manual_seed", model
+    )
 
 
 @distributed(world_size=4)

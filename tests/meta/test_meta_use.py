@@ -1,4 +1,6 @@
-"""Meta init, on one rank of a fake world: what stays the same object, initializers, errors that change nothing."""
+"""Meta init, on one rank of a fake world: what stays the same object, initializers, errors that
+change nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def world(request):
         yield
 
 
-# ---- identity, mixtures ----------------------------------------------------------------------------------------
+# ---- identity, mixtures --------------------------------------------------------------------------
 
 
 def test_objects_attributes_and_optimizers_stay():
@@ -67,7 +69,7 @@ def test_casts_after_the_context_are_followed():
     assert differences(plain, materialize(shard(model.to(torch.bfloat16)))) == []
 
 
-# ---- initializers ----------------------------------------------------------------------------------------------
+# ---- initializers --------------------------------------------------------------------------------
 
 
 def scaled(module: nn.Module) -> None:
@@ -78,14 +80,16 @@ def scaled(module: nn.Module) -> None:
 
 def test_initializers_of_the_user_and_of_modules_belong_inside():
     def build():
-        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.MultiheadAttention(4, 2), nn.LSTM(4, 3))
+        model = nn.Sequential(
+            nn.Linear(4, 5), nn.BatchNorm1d(5), nn.MultiheadAttention(4, 2), nn.LSTM(4, 3)
+        )
         model[3].reset_parameters()
         return model.apply(scaled)
 
     check_same_as_ordinary(build)
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def meta_state(model):
@@ -106,7 +110,10 @@ def test_what_is_not_sharded_or_not_on_meta():
         model = net()
     refused(model, r"^model is not sharded\. .* Call shard_model\(model\) or fully_shard first\.$")
     materialize(shard(model))
-    refused(model, r"^model has no parameters or buffers on the meta device\. materialize is called once")
+    refused(
+        model,
+        r"^model has no parameters or buffers on the meta device\. materialize is called once",
+    )
     refused(fully_shard(net()), r"has no parameters or buffers on the meta device")
     with pytest.raises(ShardkitError, match=r"nn\.Module"):
         materialize({})
@@ -128,13 +135,18 @@ class Garbage(nn.Module):
 def test_what_nothing_writes_is_listed():
     with init_on_meta():
         model = Garbage()
-    refused(shard(model), r"^never, table would stay uninitialized.* Initialize it inside init_on_meta")
+    refused(
+        shard(model), r"^never, table would stay uninitialized.* Initialize it inside init_on_meta"
+    )
 
 
 def test_what_was_made_elsewhere_is_listed():
     with torch.device("meta"):
         model = net()
-    refused(shard(model), r"^0.weight, 0.bias, 1.weight, 1.bias was made on the meta device outside init_on_meta")
+    refused(
+        shard(model),
+        r"^0.weight, 0.bias, 1.weight, 1.bias was made on the meta device outside init_on_meta",
+    )
 
 
 def test_ties_and_shapes_made_afterwards():
@@ -152,10 +164,15 @@ def test_hooks_and_weak_references():
     reference = weakref.ref(model[0].bias)
     model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     model[1].bias.register_hook(lambda grad: None)
-    refused(model, r"^0\.bias, 1\.bias has a hook of register_hook, or a weak reference to it exists")
+    refused(
+        model, r"^0\.bias, 1\.bias has a hook of register_hook, or a weak reference to it exists"
+    )
     assert reference() is model[0].bias
 
 
 def test_sharding_inside_the_context():
-    with pytest.raises(ShardkitError, match=r"^a DTensor is used inside init_on_meta"), init_on_meta():
+    with (
+        pytest.raises(ShardkitError, match=r"^a DTensor is used inside init_on_meta"),
+        init_on_meta(),
+    ):
         shard(net())

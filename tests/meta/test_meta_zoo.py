@@ -1,4 +1,5 @@
-"""Meta init on models as people have them: the whole zoo, and constructions of transformers that are special.
+"""Meta init on models as people have them: the whole zoo, and constructions of transformers that
+are special.
 
 ``python tests/helpers/sweep_meta.py`` does the same for all causal LMs of transformers.
 """
@@ -13,8 +14,9 @@ from zoo import ZOO
 from shardkit.meta import init_on_meta
 from shardkit.testing import fake_world
 
-# What each is here for, beside the zoo: trunc_normal_ (ModernBERT), storages made by hand (RWKV), activations with
-# parameters (Apertus), state-space initializers (Mamba), experts, encoders with sinusoids (Pegasus), recurrent blocks.
+# What each is here for, beside the zoo: trunc_normal_ (ModernBERT), storages made by hand (RWKV),
+# activations with parameters (Apertus), state-space initializers (Mamba), experts, encoders with
+# sinusoids (Pegasus), recurrent blocks.
 SPECIAL = [
     "ModernBertDecoderForCausalLM", "RwkvForCausalLM", "ApertusForCausalLM", "Mamba2ForCausalLM",
     "DeepseekV3ForCausalLM", "PegasusModel", "RecurrentGemmaForCausalLM", "XLNetLMHeadModel", "BeitModel",
@@ -39,7 +41,9 @@ def test_transformers(name):
 
 
 def test_a_recording_of_transformers_is_not_taken_for_a_meta_model():
-    """transformers leaves out its initializers on meta, by several kinds of tests; none may succeed."""
+    """transformers leaves out its initializers on meta, by several kinds of tests; none may
+    succeed.
+    """
     with init_on_meta():
         model = ZOO["llama"].build()
         assert all(getattr(module, "_is_hf_initialized", False) for module in model.modules())

@@ -1,6 +1,8 @@
-"""Two nodes of two ranks: real networks between them, names, a shared disk, and nodes that are lost.
+"""Two nodes of two ranks: real networks between them, names, a shared disk, and nodes that are
+lost.
 
-Nodes are network, host name, process and mount namespaces (``tests/helpers/nodes.py``), so this needs Linux and root.
+Nodes are network, host name, process and mount namespaces (``tests/helpers/nodes.py``), so this
+needs Linux and root.
 """
 
 import json
@@ -18,19 +20,24 @@ pytestmark = pytest.mark.skipif(bool(nodes.missing()), reason=nodes.missing())
 
 HELPERS = Path(nodes.__file__).parent
 PROGRAMS, IN_NODE = HELPERS / "node_programs.py", HELPERS / "in_node.py"
-BOUND = 30.0  # seconds in which ranks end that have lost the others; a limit of 4 s, on a busy machine
+# seconds in which ranks end that have lost the others; a limit of 4 s, on a busy machine
+BOUND = 30.0
 
 
 class Rank:
     """A rank of a program, in a process on a node, with the variables of torchrun."""
 
-    def __init__(self, folder: Path, node: nodes.Node, rank: int, world: int, *words: str | Path) -> None:
+    def __init__(
+        self, folder: Path, node: nodes.Node, rank: int, world: int, *words: str | Path
+    ) -> None:
         self.node, self.folder = node, folder / f"rank{rank}"
         self.folder.mkdir()
         places = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": 2}
         places |= {"MASTER_ADDR": "node0", "MASTER_PORT": 29500}
         variables = [f"{name}={value}" for name, value in places.items()]
-        self.process = forks.start(self.folder, IN_NODE, str(node.pid), *variables, PROGRAMS, *words)
+        self.process = forks.start(
+            self.folder, IN_NODE, str(node.pid), *variables, PROGRAMS, *words
+        )
 
     def end(self, seconds: float) -> int | None:
         """Wait for the end, and return the exit code; None if it does not come."""
@@ -57,7 +64,9 @@ def start(folder, on, program, *words):
 
 def run(folder, on, program, *words):
     ranks = start(folder, on, program, *words)
-    assert [rank.end(120.0) for rank in ranks] == [0] * len(ranks), "\n".join(rank.output for rank in ranks)
+    assert [rank.end(120.0) for rank in ranks] == [0] * len(ranks), "\n".join(
+        rank.output for rank in ranks
+    )
 
 
 def test_what_two_nodes_train_is_right_and_one_node_resumes_it(two, tmp_path):

@@ -1,4 +1,6 @@
-"""docs/running.md on two nodes: ``train.sbatch`` with torchrun, and ranks and nodes that are lost on the way."""
+"""docs/running.md on two nodes: ``train.sbatch`` with torchrun, and ranks and nodes that are lost
+on the way.
+"""
 
 import json
 import os
@@ -15,11 +17,17 @@ pytestmark = pytest.mark.skipif(bool(nodes.missing()), reason=nodes.missing())
 
 IN_NODE = Path(nodes.__file__).parent / "in_node.py"
 PROJECT = Path(__file__).parents[2] / "docs" / "examples" / "project"
-SMALL = ["model.dim=32", "model.layers=2", "model.context=32", "train.batch=8", "train.micro_batch=2"]
+SMALL = [
+    "model.dim=32",
+    "model.layers=2",
+    "model.context=32",
+    "train.batch=8",
+    "train.micro_batch=2",
+]
 SMALL += ["train.evaluate_every=5", "train.steps=16", "generate=2"]
 
-# What a cluster has: the job's variables, its nodes by scontrol, and srun, which runs torchrun on each node: here the
-# test does, in forks, for interpreters that import torch took most of the time.
+# What a cluster has: the job's variables, its nodes by scontrol, and srun, which runs torchrun on
+# each node: here the test does, in forks, for interpreters that import torch took most of the time.
 JOB = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "77"}
 JOB |= {"SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_PER_TASK": "4"}
 SCONTROL = """#!/bin/sh
@@ -40,7 +48,12 @@ def environment(tmp_path):
     for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    return {**os.environ, **JOB, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SAID": f"{tmp_path / 'said'}"}
+    return {
+        **os.environ,
+        **JOB,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "SAID": f"{tmp_path / 'said'}",
+    }
 
 
 def start_torchrun(node, folder, variable, *words):
@@ -48,7 +61,9 @@ def start_torchrun(node, folder, variable, *words):
     (folder / node.name).mkdir()
     for name in ("stdout", "stderr"):
         (folder / node.name / name).symlink_to(folder / "said")
-    return forks.start(folder / node.name, IN_NODE, str(node.pid), variable, *TORCHRUN, *words, cwd=PROJECT)
+    return forks.start(
+        folder / node.name, IN_NODE, str(node.pid), variable, *TORCHRUN, *words, cwd=PROJECT
+    )
 
 
 def last_child(pid):
@@ -65,14 +80,17 @@ def test_a_job_of_slurm_goes_on_after_a_rank_was_killed(environment, tmp_path):
     lines, agents, killed = [], [], False
     with (
         nodes.two_nodes(tmp_path) as two,
-        subprocess.Popen(command, cwd=PROJECT, env=environment, text=True, stdout=-1, stderr=-2) as job,
+        subprocess.Popen(
+            command, cwd=PROJECT, env=environment, text=True, stdout=-1, stderr=-2
+        ) as job,
     ):
         for line in job.stdout:
             lines.append(line)
             if line.startswith("TORCH_DISABLE_"):
                 agents = [start_torchrun(node, tmp_path, *line.split()) for node in two]
             if not killed and line.startswith('{"step": 12,'):
-                os.kill(last_child(last_child(agents[1].pid)), signal.SIGKILL)  # a child of torchrun in the node
+                # a child of torchrun in the node
+                os.kill(last_child(last_child(agents[1].pid)), signal.SIGKILL)
                 killed = True
         for agent in agents:
             agent.join()
@@ -85,9 +103,12 @@ def test_a_job_of_slurm_goes_on_after_a_rank_was_killed(environment, tmp_path):
     resumed = numbers[restart] - 1
     repeated = steps[resumed:restart]
     assert steps[restart:][: len(repeated)] == repeated  # bit for bit
-    alone = forks.python(PROJECT / "train.py", PROJECT / "config.yaml", *SMALL, f"out={tmp_path / 'alone'}")
+    alone = forks.python(
+        PROJECT / "train.py", PROJECT / "config.yaml", *SMALL, f"out={tmp_path / 'alone'}"
+    )
     assert alone.returncode == 0, alone.stderr
     expected = [each["loss"] for each in steps_of(alone.stdout.splitlines())]
     found = [each["loss"] for each in steps[:resumed] + steps[restart:]]
-    assert found == pytest.approx(expected, rel=1e-4)  # ranks sum in another order, and rounding grows
+    # ranks sum in another order, and rounding grows
+    assert found == pytest.approx(expected, rel=1e-4)
     assert found[-1] < found[0] - 1

@@ -19,7 +19,9 @@ from shardkit.testing import distributed, fake_world
 
 
 class Lion(torch.optim.Optimizer):
-    """A user's own: state on the first step, a new tensor in every step, a number of the group that it counts."""
+    """A user's own: state on the first step, a new tensor in every step, a number of the group that
+    it counts.
+    """
 
     def __init__(self, params, lr=0.05):
         super().__init__(params, {"lr": lr, "beta": 0.9, "steps": 0})
@@ -67,16 +69,21 @@ class Lookahead(torch.optim.Optimizer):
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_torchs_elementwise_classes_need_no_vouch(name):
     cls = getattr(torch.optim, name)
-    mine = type("Mine", (cls,), {"__init__": lambda self, params: cls.__init__(self, params, lr=0.1)})
+    mine = type(
+        "Mine", (cls,), {"__init__": lambda self, params: cls.__init__(self, params, lr=0.1)}
+    )
     for make in (cls, mine):
         assert isinstance(step_on_local_shards(make(params())), cls)
-    _, group, first, second, *_ = inspect.signature(cls._init_group).parameters  # lists that the fast way needs
+    # lists that the fast way needs
+    _, group, first, second, *_ = inspect.signature(cls._init_group).parameters
     assert (group, second) == ("group", "grads")
     assert first in ("params", "params_with_grad")
 
 
 def test_every_class_of_torch_is_listed_or_refused():
-    names = {name for name in torch.optim.__all__ if inspect.isclass(getattr(torch.optim, name))} - {"Optimizer"}
+    names = {
+        name for name in torch.optim.__all__ if inspect.isclass(getattr(torch.optim, name))
+    } - {"Optimizer"}
     assert names - OPTIONS.keys() == {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
 
@@ -96,7 +103,10 @@ def test_every_class_of_torch_is_listed_or_refused():
             lambda: Lookahead(factory("AdamW")(params())),
             r"wraps another.*Lookahead\(step_on_local_shards\(AdamW\(\.\.\.\)\)\)",
         ),
-        (lambda: step_on_whole_matrices(torch.optim.Muon(params())), "was already given to step_on_whole_matrices"),
+        (
+            lambda: step_on_whole_matrices(torch.optim.Muon(params())),
+            "was already given to step_on_whole_matrices",
+        ),
     ],
 )
 def test_what_is_refused(make, text):
@@ -112,7 +122,8 @@ def test_a_step_that_somebody_replaced_is_refused():
     optimizer = factory("SGD")(params())
     optimizer.step = lambda: None
     with pytest.raises(
-        ShardkitError, match=r"^optimizer.step was replaced by <function .*Call step_on_local_shards before"
+        ShardkitError,
+        match=r"^optimizer.step was replaced by <function .*Call step_on_local_shards before",
     ):
         step_on_local_shards(optimizer)
 
@@ -152,9 +163,14 @@ def test_state_that_does_not_lie_like_its_parameter_is_refused():
     weight.grad = weight.detach().clone()
     optimizer = step_on_local_shards(factory("AdamW")([weight]))
     optimizer.step()
-    optimizer.state[weight]["exp_avg"] = distribute_tensor(torch.ones(8, 2), mesh, [Replicate()], src_data_rank=None)
+    optimizer.state[weight]["exp_avg"] = distribute_tensor(
+        torch.ones(8, 2), mesh, [Replicate()], src_data_rank=None
+    )
     before = weight.to_local().clone()
-    with pytest.raises(ShardkitError, match=r"^optimizer.state holds a DTensor of shape \(8, 2\) with placements \(R"):
+    with pytest.raises(
+        ShardkitError,
+        match=r"^optimizer.state holds a DTensor of shape \(8, 2\) with placements \(R",
+    ):
         optimizer.step()
     assert torch.equal(weight.to_local(), before)
     assert optimizer.param_groups[0]["params"][0] is weight
@@ -164,7 +180,9 @@ def test_state_that_does_not_lie_like_its_parameter_is_refused():
 
 
 def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2), nn.Linear(2, 2).requires_grad_(False))
+    return nn.Sequential(
+        nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2), nn.Linear(2, 2).requires_grad_(False)
+    )
 
 
 def sgd(*params) -> torch.optim.SGD:
@@ -184,13 +202,17 @@ def test_optimizers_of_exactly_what_trains_pass():
     check_optimizer(sgd(*(param for param in model.parameters() if param.requires_grad)), model)
     first, second = sgd(*model[0].parameters()), sgd(model[2].bias)
     check_optimizer([first, second], model)
-    assert complaint(first, model).startswith("2.bias have requires_grad=True and are in no optimizer")
+    assert complaint(first, model).startswith(
+        "2.bias have requires_grad=True and are in no optimizer"
+    )
 
 
 def test_everything_wrong_is_said_at_once():
     model, before = net(), net()
     foreign, missing = complaint(sgd(*before[0].parameters()), model).split("\n")
-    assert foreign.startswith("optimizer holds 2 tensors that are not parameters of the model, of shapes (")
+    assert foreign.startswith(
+        "optimizer holds 2 tensors that are not parameters of the model, of shapes ("
+    )
     assert missing.startswith("0.weight, 0.bias, 2.weight, 2.bias have requires_grad=True")
 
 
@@ -201,10 +223,14 @@ def test_built_before_sharding_or_of_gathered_parameters():
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 3))
-    assert model[0].weight is not optimizer.param_groups[0]["params"][0], "the root resharded after forward"
+    assert model[0].weight is not optimizer.param_groups[0]["params"][0], (
+        "the root resharded after forward"
+    )
     check_optimizer(optimizer, model)
     for stale in (early, torch.optim.AdamW(model.parameters())):
-        assert "built before the model was sharded or materialized, between forward" in complaint(stale, model)
+        assert "built before the model was sharded or materialized, between forward" in complaint(
+            stale, model
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,6 @@
-"""optimizer_in_backward: the same updates as after backward, with one unit's gradients alive at a time."""
+"""optimizer_in_backward: the same updates as after backward, with one unit's gradients alive at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,20 @@ import weakref
 import pytest
 import torch
 from grads_net import MESHES, Net, sharded_net
-from optim_nets import assert_same_parameters, assert_same_state, factory, local, trainable, two_nets
+from optim_nets import (
+    assert_same_parameters,
+    assert_same_state,
+    factory,
+    local,
+    trainable,
+    two_nets,
+)
 from test_optim_classes import Lion
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import ShardkitError
@@ -78,7 +90,9 @@ def test_the_same_bits_as_stepping_after_backward(mesh, flags, offload):
     assert_same_parameters(net, other)
     assert_same_state(ours, theirs)
     assert schedules[0].get_last_lr() == schedules[1].get_last_lr() == [0.02, 0.03]
-    moved = [not torch.equal(old, local(new)) for old, new in zip(before, net.parameters(), strict=True)]
+    moved = [
+        not torch.equal(old, local(new)) for old, new in zip(before, net.parameters(), strict=True)
+    ]
     assert moved == [param.requires_grad and local(param).numel() > 0 for param in net.parameters()]
 
 
@@ -171,7 +185,10 @@ def test_state_dicts_of_torch_and_ours():
             assert torch.equal(mine["state"][fqn][key], value)
     again, twin = two_nets()
     resumed, reference = optimizer_in_backward(again, build), build(trainable(twin))
-    for model, optimizer, saved in ((again, resumed, (net, ours)), (twin, reference, (other, theirs))):
+    for model, optimizer, saved in (
+        (again, resumed, (net, ours)),
+        (twin, reference, (other, theirs)),
+    ):
         model.load_state_dict(saved[0].state_dict())
         set_optimizer_state_dict(model, optimizer, copy.deepcopy(get_optimizer_state_dict(*saved)))
         train(model, optimizer, 2, start=2)
@@ -191,7 +208,10 @@ def test_a_second_backward_before_step_is_refused():
     sharded = list(net.named_parameters())  # the error leaves units unsharded
     backward(net, 2)
     before = [local(param).clone() for _, param in sharded]
-    with pytest.raises(ShardkitError, match=r"^optimizer_in_backward got a second gradient .* cannot be accumulated"):
+    with pytest.raises(
+        ShardkitError,
+        match=r"^optimizer_in_backward got a second gradient .* cannot be accumulated",
+    ):
         backward(net, 3)
     for (name, param), old in zip(sharded, before, strict=True):
         assert torch.equal(local(param), old), name
@@ -214,12 +234,16 @@ def test_clipping_and_scaling_are_refused():
 
 
 def hooks(model: nn.Module) -> list[object]:
-    return [hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()]
+    return [
+        hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()
+    ]
 
 
 @fake_world(4)
 def test_models_and_factories_that_are_refused():
-    with pytest.raises(ShardkitError, match=r"^model has no sharded parameter that trains.*Shard the model first"):
+    with pytest.raises(
+        ShardkitError, match=r"^model has no sharded parameter that trains.*Shard the model first"
+    ):
         optimizer_in_backward(Net(), factory("SGD"))
     net = sharded_net((4,))
     with pytest.raises(ShardkitError, match="in no optimizer"):
@@ -229,6 +253,8 @@ def test_models_and_factories_that_are_refused():
     assert hooks(net) == []
     optimizer_in_backward(net, factory("SGD"))
     assert [type(hook) for hook in hooks(net)] == [_StepOne] * len(trainable(net))
-    with pytest.raises(ShardkitError, match=r"^gain, embed.weight, .* are stepped in backward already"):
+    with pytest.raises(
+        ShardkitError, match=r"^gain, embed.weight, .* are stepped in backward already"
+    ):
         optimizer_in_backward(net, factory("SGD"))
     assert len(hooks(net)) == len(trainable(net))

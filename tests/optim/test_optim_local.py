@@ -1,4 +1,6 @@
-"""step_on_local_shards: the bits of the DTensor step, and nothing outside of it that looks different."""
+"""step_on_local_shards: the bits of the DTensor step, and nothing outside of it that looks
+different.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from optim_nets import (
     two_nets,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from shardkit.optim import step_on_local_shards
@@ -33,7 +38,8 @@ CASES = [
 
 def run_both(ours, theirs, net, other, steps, start=0):
     for step in range(start, start + steps):
-        skip = "gain" if step % 3 == 1 else ""  # no gradient: no step, and no state before its first one
+        # no gradient: no step, and no state before its first one
+        skip = "gain" if step % 3 == 1 else ""
         for model, optimizer in ((net, ours), (other, theirs)):
             give_grads(model, step, skip)
             optimizer.step()
@@ -48,7 +54,9 @@ def check_same_bits(name, flags, steps):
     run_both(ours, theirs, net, other, steps)
     assert_same_parameters(net, other)
     assert_same_state(ours, theirs)
-    moved = [not torch.equal(old, local(new)) for old, new in zip(before, net.parameters(), strict=True)]
+    moved = [
+        not torch.equal(old, local(new)) for old, new in zip(before, net.parameters(), strict=True)
+    ]
     trains = [param.requires_grad and local(param).numel() > 0 for param in net.parameters()]
     assert moved == trains
 
@@ -81,10 +89,15 @@ def test_on_every_mesh_offloaded_and_in_half_precision(mesh):
 @pytest.mark.parametrize("flags", [{"foreach": True}, {"fused": True}, {"foreach": False}])
 @distributed(world_size=4, backend="gloo")
 def test_plain_parameters_beside_sharded_ones(flags):
-    """torch's foreach and fused steps refuse such a list; one optimizer for each kind is the same."""
+    """torch's foreach and fused steps refuse such a list; one optimizer for each kind
+    is the same.
+    """
     (net, other), make = two_nets(ignored=("gain", "narrow.bias")), factory("AdamW", **flags)
     ours = step_on_local_shards(make(trainable(net)))
-    kinds = [[p for p in trainable(other) if isinstance(p, DTensor) is sharded] for sharded in (True, False)]
+    kinds = [
+        [p for p in trainable(other) if isinstance(p, DTensor) is sharded]
+        for sharded in (True, False)
+    ]
     theirs = [make(params) for params in kinds]
     assert all(kinds)
     for step in range(5):
@@ -119,7 +132,9 @@ def test_groups_state_and_class_stay_what_they_were():
 
 @fake_world(4, rank=1)
 def test_what_the_user_does_to_state_and_parameters_is_seen_by_the_next_step():
-    """Replaced, edited, cleared and moved state, and a shard with other memory: nothing stale is updated."""
+    """Replaced, edited, cleared and moved state, and a shard with other memory: nothing stale is
+    updated.
+    """
     net, other = two_nets()
     make = factory("Adam", foreach=True)
     ours, theirs = step_on_local_shards(make(trainable(net))), make(trainable(other))
@@ -168,7 +183,10 @@ def test_schedulers_made_before_and_after(before):
     step_on_local_shards(ours)
     our_schedule = our_schedule or schedule(ours, total_iters=3)
     for step in range(4):
-        for model, optimizer, scheduler in ((net, ours, our_schedule), (other, theirs, their_schedule)):
+        for model, optimizer, scheduler in (
+            (net, ours, our_schedule),
+            (other, theirs, their_schedule),
+        ):
             give_grads(model, step)
             optimizer.step()
             scheduler.step()  # warnings are errors: it must know that the optimizer stepped

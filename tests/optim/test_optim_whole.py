@@ -1,4 +1,6 @@
-"""step_on_whole_matrices: the bits of the step on the unsharded model, in any world, and state that any world loads."""
+"""step_on_whole_matrices: the bits of the step on the unsharded model, in any world, and state that
+any world loads.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ from shardkit.testing import distributed, fake_world
 
 
 class Net(nn.Module):
-    """Matrices of several shapes, uneven over 4 ranks, one sharded on dim 1, and experts of three dims."""
+    """Matrices of several shapes, uneven over 4 ranks, one sharded on dim 1, and experts of three
+    dims.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in ((8, 6), (5, 7), (12, 8), (3, 2)))
+        self.layers = nn.ModuleList(
+            nn.Linear(a, b, bias=False) for a, b in ((8, 6), (5, 7), (12, 8), (3, 2))
+        )
         self.experts = nn.Parameter(torch.randn(3, 8, 6))
         self.wide = nn.Parameter(torch.randn(2, 6, 8))
         self.norm = nn.Parameter(torch.ones(9))
@@ -47,7 +53,9 @@ def build(shape: tuple[int, ...] | None, dtype: torch.dtype = torch.float64) -> 
 
 
 class PerTensor(torch.optim.Optimizer):
-    """Scales by the norms of the whole tensor; state of its shape, of other shapes, in a list, and a number."""
+    """Scales by the norms of the whole tensor; state of its shape, of other shapes, in a list, and
+    a number.
+    """
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -60,11 +68,19 @@ class PerTensor(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state |= {"step": 0, "mean": torch.zeros_like(p), "factors": [p.new_zeros(n) for n in p.shape]}
+                    state |= {
+                        "step": 0,
+                        "mean": torch.zeros_like(p),
+                        "factors": [p.new_zeros(n) for n in p.shape],
+                    }
                 state["step"] += 1
                 state["mean"].lerp_(p.grad, 0.5)
                 for dim, factor in enumerate(state["factors"]):
-                    factor.add_(p.grad.square().transpose(0, dim).flatten(1).sum(1) if p.ndim > 1 else p.grad.square())
+                    factor.add_(
+                        p.grad.square().transpose(0, dim).flatten(1).sum(1)
+                        if p.ndim > 1
+                        else p.grad.square()
+                    )
                 p.add_(state["mean"] / state["mean"].norm(), alpha=-group["lr"] / state["step"])
 
 
@@ -77,7 +93,8 @@ def muon(net: Net) -> torch.optim.Optimizer:
 def muon_by_hand(net: Net) -> torch.optim.Optimizer:
     """The same on the plain net, whose experts are matrices of their own."""
     optimizer = torch.optim.Muon([layer.weight for layer in net.layers], lr=0.02, weight_decay=0.1)
-    slices = [nn.Parameter(each) for stack in (net.experts, net.wide) for each in stack.detach()]  # views
+    # views
+    slices = [nn.Parameter(each) for stack in (net.experts, net.wide) for each in stack.detach()]
     optimizer.add_param_group({"params": slices, "lr": 0.05})
     return optimizer
 
@@ -94,7 +111,9 @@ def run(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
         net.zero_grad()
         give_grads(net, step, skip="layers.3.weight" if step == 1 else "")
         slices = [p for group in optimizer.param_groups[1:] for p in group["params"] if p.ndim == 2]
-        for each, grad in zip(slices, (g for p in (net.experts, net.wide) for g in p.grad), strict=False):
+        for each, grad in zip(
+            slices, (g for p in (net.experts, net.wide) for g in p.grad), strict=False
+        ):
             each.grad = grad
         optimizer.step()
 
@@ -108,7 +127,10 @@ def full(net: nn.Module) -> dict[str, Tensor]:
 def test_the_bits_of_the_unsharded_step(name):
     for shape in ((4,), (2, 2)):
         net, plain = build(shape), build(None)
-        ours, theirs = step_on_whole_matrices(MAKE[name][0](net), slices=name == "Muon"), MAKE[name][1](plain)
+        ours, theirs = (
+            step_on_whole_matrices(MAKE[name][0](net), slices=name == "Muon"),
+            MAKE[name][1](plain),
+        )
         before = full(net)
         run(net, ours, range(4))
         run(plain, theirs, range(4))
@@ -137,11 +159,15 @@ def test_saved_and_resumed_on_other_meshes(name, tmp_path):
         run(other, resumed, range(2, 4))
         assert_same(full(other), full(net))
         assert_same(
-            *(full_optimizer_state_dict(n, o, rank0_only=False)["state"] for n, o in ((net, ours), (other, resumed)))
+            *(
+                full_optimizer_state_dict(n, o, rank0_only=False)["state"]
+                for n, o in ((net, ours), (other, resumed))
+            )
         )
 
 
-# The last one steps on shards too. Others' roots and powers round by the place of an element in a vector.
+# The last one steps on shards too. Others' roots and powers round by the place of an element in a
+# vector.
 PACKAGES = ["CAME", "madgrad", "shampoo", "soap", "spam", "stablespam", "aggmo"]
 
 
@@ -184,13 +210,17 @@ def test_each_rank_works_on_its_share_and_errors_are_everyones():
     if torch.distributed.get_rank() == 2:
         worked.extend([()] * 1000)
     before = full(block)
-    with pytest.raises(ShardkitError if torch.distributed.get_rank() != 2 else Exception, match="one owner fails"):
+    with pytest.raises(
+        ShardkitError if torch.distributed.get_rank() != 2 else Exception, match="one owner fails"
+    ):
         optimizer.step()
     assert_same(full(block), before)
 
 
 class Counting(PerTensor):
-    """Counts its steps wherever optimizers do: in groups, as numbers and tensors, in an attribute, in the state."""
+    """Counts its steps wherever optimizers do: in groups, as numbers and tensors, in an attribute,
+    in the state.
+    """
 
     def __init__(self, params):
         super().__init__(params)
@@ -205,7 +235,14 @@ class Counting(PerTensor):
             group["step"] = group.get("step", 0) + 1
             group.setdefault("weight", torch.ones(1)).mul_(0.5)
             for p in (p for p in group["params"] if p.grad is not None):
-                p.mul_(1 - 0.01 * group["step"] * group["weight"].item() * self.calls * self.state["k"].item())
+                p.mul_(
+                    1
+                    - 0.01
+                    * group["step"]
+                    * group["weight"].item()
+                    * self.calls
+                    * self.state["k"].item()
+                )
 
     def counts(self) -> object:
         groups = [(group["step"], group["weight"], group["lr"]) for group in self.param_groups]
@@ -224,7 +261,8 @@ def test_counts_of_steps_change_once_a_step():
     net, plain = build((4,)), build(None)
     ours, theirs = step_on_whole_matrices(counting(net)), counting(plain)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardkit.optim.whole.BUCKET_BYTES", 64)  # several buckets, in which most ranks own nothing
+        # several buckets, in which most ranks own nothing
+        patch.setattr("shardkit.optim.whole.BUCKET_BYTES", 64)
         for step in range(3):
             for each, optimizer in ((net, ours), (plain, theirs)):
                 give_grads(each, step)
@@ -249,7 +287,9 @@ def test_a_number_that_depends_on_the_parameters_is_refused_on_every_rank():
     optimizer = step_on_whole_matrices(Largest(net.layers.parameters()))
     give_grads(net, 0)
     before = full(net)
-    with pytest.raises(ShardkitError, match=r"changed 'largest' in group 0 to \d+ for some parameters, to \d+ for"):
+    with pytest.raises(
+        ShardkitError, match=r"changed 'largest' in group 0 to \d+ for some parameters, to \d+ for"
+    ):
         optimizer.step()
     assert_same(full(net), before)
     assert "largest" not in optimizer.param_groups[0]
@@ -257,7 +297,9 @@ def test_a_number_that_depends_on_the_parameters_is_refused_on_every_rank():
 
 @fake_world(4)
 def test_copies_step_on_whole_matrices_too():
-    optimizer = step_on_whole_matrices(torch.optim.Muon([nn.Parameter(torch.ones(4, 4))], lr=0.1), slices=True)
+    optimizer = step_on_whole_matrices(
+        torch.optim.Muon([nn.Parameter(torch.ones(4, 4))], lr=0.1), slices=True
+    )
     assert type(copy.deepcopy(optimizer)) is type(optimizer)
     assert copy.deepcopy(optimizer).slices is True
 
@@ -269,7 +311,10 @@ def test_state_of_tensor_subclasses_is_refused_on_every_rank():
     optimizer = step_on_whole_matrices(torchao.AdamW8bit(net.parameters()))
     give_grads(net, 0)
     before = full(net)
-    with torch.compiler.set_stance("force_eager"), pytest.raises(ShardkitError, match="has state of OptimState8bit"):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ShardkitError, match="has state of OptimState8bit"),
+    ):
         optimizer.step()
     assert_same(full(net), before)
 
@@ -278,7 +323,11 @@ def test_state_of_tensor_subclasses_is_refused_on_every_rank():
 def test_tensor_parallel_parameters():
     """Sharded on both axes of a mesh, also with strided shards, beside those of one axis."""
     mesh = mesh_of((2, 2), "dp", "tp")
-    nets = [nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False), nn.Linear(6, 5, bias=False))]
+    nets = [
+        nn.Sequential(
+            nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False), nn.Linear(6, 5, bias=False)
+        )
+    ]
     nets.append(copy.deepcopy(nets[0]))
     sharded, plain = nets
     parallelize_module(sharded, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -288,8 +337,12 @@ def test_tensor_parallel_parameters():
         torch.optim.Adafactor(plain.parameters()),
     ]
     for step in range(3):
-        for number, (param, like) in enumerate(zip(plain.parameters(), sharded.parameters(), strict=True)):
-            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number))
+        for number, (param, like) in enumerate(
+            zip(plain.parameters(), sharded.parameters(), strict=True)
+        ):
+            param.grad = torch.randn(
+                param.shape, generator=torch.Generator().manual_seed(10 * step + number)
+            )
             part = param.grad.clone()
             for dim, (start, length) in enumerate(local_box(like)):
                 part = part.narrow(dim, start, length)

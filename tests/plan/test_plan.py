@@ -37,7 +37,9 @@ EIGHT = MeshSpec.sharded(8)
 EVERYTHING = {
     "units": [
         by_name("layers.1", reshard_after_forward=2, compile=True),
-        by_class(Block, checkpoint_activations=True, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        by_class(
+            Block, checkpoint_activations=True, offload_policy=CPUOffloadPolicy(pin_memory=False)
+        ),
         group("norm", "head", reshard_after_forward=False),
     ],
     "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32),
@@ -126,16 +128,28 @@ def test_diff_names_each_difference() -> None:
 
 
 def sharding(model: nn.Module) -> list[object]:
-    """What ``fully_shard`` calls left behind: placements, groups, policies, resharding and prefetching."""
+    """What ``fully_shard`` calls left behind: placements, groups, policies, resharding and
+    prefetching.
+    """
     step(model)  # torch decides the rest when the model first runs
     facts: list[object] = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            ahead = [len(states) for states in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)]
+            ahead = [
+                len(states)
+                for states in (
+                    state._states_to_forward_prefetch,
+                    state._states_to_backward_prefetch,
+                )
+            ]
             facts.append((name, len(state._modules), ahead, state._mp_policy))
             facts += [
-                ([p._param_fqn for p in each.fsdp_params], repr(each.offload_policy), mesh_shape(each))
+                (
+                    [p._param_fqn for p in each.fsdp_params],
+                    repr(each.offload_policy),
+                    mesh_shape(each),
+                )
                 for each in units_of(state)
             ]
         if name:  # the root's is shardkit's own entry, which the torch code does without
@@ -170,7 +184,10 @@ def mesh_shape(param_group: object) -> tuple[int, ...] | None:
         {"reshard_after_forward": 4, "checkpoint_activations": True, "prefetch": 1},
         {"checkpoint_activations": "selective"},
         {"units": by_class(Block, checkpoint_activations=small_models.keep_all)},
-        {"units": [group("layers.0", "layers.1"), by_name("layers.*.up")], "ignored_params": ["norm.bias"]},
+        {
+            "units": [group("layers.0", "layers.1"), by_name("layers.*.up")],
+            "ignored_params": ["norm.bias"],
+        },
         {**EVERYTHING, "units": EVERYTHING["units"][1:]},
     ],
 )
@@ -183,8 +200,13 @@ def test_the_torch_code_gives_the_same_sharding(arguments: dict[str, object]) ->
 
 
 def test_the_torch_code_says_that_it_lacks_may_skip() -> None:
-    plan = plan_model(Decoder(), mesh=EIGHT, units=[by_name("layers.1", may_skip=True), by_name("layers.0")])
-    said = "# Not in this code: may_skip, which torch lacks; each rank must call layers.1 in every step"
+    plan = plan_model(
+        Decoder(), mesh=EIGHT, units=[by_name("layers.1", may_skip=True), by_name("layers.0")]
+    )
+    said = (
+        "# Not in this code: may_skip, which torch lacks; each rank must call layers.1 in every "
+        "step"
+    )
     assert said in plan.to_python()
     assert "may_skip" not in plan_model(Decoder(), mesh=EIGHT).to_python()
 
@@ -206,7 +228,9 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"units": [group("blocks.it's", "blocks.q{z}"), by_name("blocks.*.up")]}])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"units": [group("blocks.it's", "blocks.q{z}"), by_name("blocks.*.up")]}]
+)
 def test_the_torch_code_takes_any_name(arguments: dict[str, Any]) -> None:
     model = Decoder(layers=0)
     model.blocks = nn.ModuleDict({name: Block() for name in NAMES})
@@ -219,11 +243,17 @@ def test_the_torch_code_takes_any_name(arguments: dict[str, Any]) -> None:
 SAID: dict[str, str] = {"embed": "free_full_weight", "layers.*": "free_full_weight"}
 SAID |= {"norm": "keep_full_weight", "head": "keep_full_weight"}
 UNSAID = {
-    "compile cannot be said .*: layers.1\\.": {"units": [by_name("layers.1", compile=True), by_class(Block)]},
+    "compile cannot be said .*: layers.1\\.": {
+        "units": [by_name("layers.1", compile=True), by_class(Block)]
+    },
     "ignored cannot be said .*: embed.weight": {"ignored_params": ["embed.weight"]},
     r"tiles cannot be said .*: \('layers.0'": {"tiles": {"layers.*": 2}},
-    "mp_policy cannot be said .*: embed": {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)},
-    r"layers.1 is no unit, where others of layers.\* are free_full_weight": {"units": by_name("layers.0")},
+    "mp_policy cannot be said .*: embed": {
+        "mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)
+    },
+    r"layers.1 is no unit, where others of layers.\* are free_full_weight": {
+        "units": by_name("layers.0")
+    },
     "layers.0.norm stays gathered inside of layers.0": {
         "units": [by_name("layers.*.norm", reshard_after_forward=False), by_class(Block)]
     },
@@ -272,9 +302,17 @@ def test_an_int_to_reshard_to_is_what_torch_takes_it_for() -> None:
 
 def random_module(draw: st.DrawFn, depth: int) -> nn.Module:
     """A tree of containers, blocks and layers, some of them frozen or of another dtype."""
-    kind = draw(st.sampled_from(["linear", "norm", "block", "list", "sequential", "dict"] if depth else ["linear"]))
+    kind = draw(
+        st.sampled_from(
+            ["linear", "norm", "block", "list", "sequential", "dict"] if depth else ["linear"]
+        )
+    )
     if kind in ("linear", "norm", "block"):
-        module = {"linear": lambda: nn.Linear(3, 5), "norm": lambda: nn.LayerNorm(3), "block": lambda: Block(4)}[kind]()
+        module = {
+            "linear": lambda: nn.Linear(3, 5),
+            "norm": lambda: nn.LayerNorm(3),
+            "block": lambda: Block(4),
+        }[kind]()
         return module.to(draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])))
     children = [random_module(draw, depth - 1) for _ in range(draw(st.integers(0, 4)))]
     if kind == "dict":
@@ -304,8 +342,14 @@ def random_models(draw: st.DrawFn) -> nn.Module:
 
 
 @settings(max_examples=80)
-@given(random_models(), st.sampled_from([EIGHT, MeshSpec.hybrid(2, 4), MeshSpec.sharded(1)]), st.booleans())
-def test_the_default_rule_plans_any_model(model: nn.Module, mesh: MeshSpec, checkpoint: bool) -> None:
+@given(
+    random_models(),
+    st.sampled_from([EIGHT, MeshSpec.hybrid(2, 4), MeshSpec.sharded(1)]),
+    st.booleans(),
+)
+def test_the_default_rule_plans_any_model(
+    model: nn.Module, mesh: MeshSpec, checkpoint: bool
+) -> None:
     if not list(model.parameters()):
         return
     has_blocks = any(unit.blocks for unit in plan_model(model, mesh=mesh).units)
@@ -322,7 +366,9 @@ def test_the_default_rule_plans_any_model(model: nn.Module, mesh: MeshSpec, chec
 
 
 def test_the_reduce_dtype_is_resolved() -> None:
-    """torch 2.11 to 2.14 would reduce in bfloat16 and torch 2.15 in float32; a plan means one thing on every torch."""
+    """torch 2.11 to 2.14 would reduce in bfloat16 and torch 2.15 in float32; a plan means one thing
+    on every torch.
+    """
     computes = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = Decoder()
     model.layers[0].requires_grad_(False)
@@ -337,12 +383,19 @@ def test_the_reduce_dtype_is_resolved() -> None:
         plan, units=tuple(dataclasses.replace(unit, mp_policy=computes) for unit in plan.units)
     )
     assert edited == plan == ShardingPlan.from_dict(plan.to_dict())
-    given = plan_model(model, mesh=EIGHT, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    given = plan_model(
+        model, mesh=EIGHT, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    )
     assert {unit.mp_policy.reduce_dtype for unit in given.units} == {torch.bfloat16}
 
 
-@pytest.mark.skipif(torch_version() < (2, 15), reason="MixedPrecisionPolicy has no param_dtype_override_fn before 2.15")
+@pytest.mark.skipif(
+    torch_version() < (2, 15),
+    reason="MixedPrecisionPolicy has no param_dtype_override_fn before 2.15",
+)
 def test_a_function_in_a_policy_is_refused() -> None:
     policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None)
-    with pytest.raises(PlanError, match=r"^mp_policy has a param_dtype_override_fn for .* plain data"):
+    with pytest.raises(
+        PlanError, match=r"^mp_policy has a param_dtype_override_fn for .* plain data"
+    ):
         plan_model(Decoder(), mesh=EIGHT, mp_policy=policy)

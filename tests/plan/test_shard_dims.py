@@ -1,4 +1,6 @@
-"""The dim on which each parameter is sharded, where it is not dim 0: as data, as text, as torch code."""
+"""The dim on which each parameter is sharded, where it is not dim 0: as data, as text, as torch
+code.
+"""
 
 import json
 from dataclasses import replace
@@ -21,23 +23,33 @@ UP, DOWN = "layers.0.experts.up", "layers.0.experts.down"
 
 def on_dims(plan: ShardingPlan, dims: dict[str, int], **changes: object) -> ShardingPlan:
     """The plan with these dims in its first unit."""
-    return replace(plan, units=(replace(plan.units[0], shard_dims=dims, **changes), *plan.units[1:]))
+    return replace(
+        plan, units=(replace(plan.units[0], shard_dims=dims, **changes), *plan.units[1:])
+    )
 
 
 def test_the_text_forms() -> None:
     plan = plan_model(MoE(experts=8), mesh=EIGHT)
     on_1 = on_dims(plan, {UP: 1})
     assert ShardingPlan.from_dict(json.loads(json.dumps(on_1.to_dict()))) == on_1 != plan
-    assert plan.diff(on_1) == f"- unit embed: shard_dims: []\n+ unit embed: shard_dims: [['{UP}', 1]]"
-    rows = str(plan_model(MoE(experts=8), mesh=EIGHT, units=by_name("layers.*.experts", shard_dim=1))).splitlines()
+    assert (
+        plan.diff(on_1) == f"- unit embed: shard_dims: []\n+ unit embed: shard_dims: [['{UP}', 1]]"
+    )
+    rows = str(
+        plan_model(MoE(experts=8), mesh=EIGHT, units=by_name("layers.*.experts", shard_dim=1))
+    ).splitlines()
     assert rows[2].endswith("not on dim 0")
     assert rows[3].startswith("layers.0.experts .. layers.2.experts")
     assert rows[3].endswith("3 on dim 1")
 
 
 def test_a_rule_sets_the_dim_of_what_has_one() -> None:
-    plan = plan_model(MoE(experts=8), mesh=EIGHT, units=[by_name("layers.*.experts", shard_dim=2), COLUMNS])
-    assert {fqn.partition(".experts.")[2]: dim for fqn, dim in dims_of(plan).items() if "experts" in fqn} == {
+    plan = plan_model(
+        MoE(experts=8), mesh=EIGHT, units=[by_name("layers.*.experts", shard_dim=2), COLUMNS]
+    )
+    assert {
+        fqn.partition(".experts.")[2]: dim for fqn, dim in dims_of(plan).items() if "experts" in fqn
+    } == {
         "up": 2,
         "down": 2,  # the bias has no dim 2
     }
@@ -51,7 +63,9 @@ def test_what_cannot_be() -> None:
     with pytest.raises(PlanError, match="is sharded on dim 1, with reshard_after_forward=2"):
         on_dims(plan, {UP: 1}, reshard_after_forward=2).check()
     for dim in (3, -1):
-        with pytest.raises(PlanError, match=rf"on dim {dim} in layers\.0, where its shape is \(2, 8, 32\)"):
+        with pytest.raises(
+            PlanError, match=rf"on dim {dim} in layers\.0, where its shape is \(2, 8, 32\)"
+        ):
             on_dims(plan, {UP: dim}).check()
 
 
@@ -59,18 +73,30 @@ def test_a_rule_whose_dim_does_not_divide_names_each_parameter() -> None:
     with pytest.raises(PlanError) as caught:
         plan_model(MoE(dim=6, layers=1), mesh=EIGHT, units=by_class("MoEBlock", shard_dim=1))
     lines = str(caught.value).splitlines()
-    assert f"{UP} is sharded on dim 1, whose size 6 the 8 ranks of dp_shard do not divide." in lines[-1]
-    assert not any(DOWN in line or "norm" in line for line in lines)  # 24 rows divide; a norm has no dim 1
-    with pytest.raises(PlanError, match=r"by_name\('embed'\) has shard_dim=2, but no parameter .* more than 2 dims"):
+    assert (
+        f"{UP} is sharded on dim 1, whose size 6 the 8 ranks of dp_shard do not divide."
+        in lines[-1]
+    )
+    # 24 rows divide; a norm has no dim 1
+    assert not any(DOWN in line or "norm" in line for line in lines)
+    with pytest.raises(
+        PlanError, match=r"by_name\('embed'\) has shard_dim=2, but no parameter .* more than 2 dims"
+    ):
         plan_model(MoE(experts=8), mesh=EIGHT, units=[by_name("embed", shard_dim=2)])
-    with pytest.raises(PlanError, match=r"shard_dim of by_class\('MoEBlock'\) must be a int, got 'rows'"):
+    with pytest.raises(
+        PlanError, match=r"shard_dim of by_class\('MoEBlock'\) must be a int, got 'rows'"
+    ):
         plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock", shard_dim="rows"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mesh", [EIGHT, MeshSpec.hybrid(2, 4)])
 def test_torch_shards_as_the_plan_says(mesh: MeshSpec) -> None:
     """By apply_plan, and by the torch code."""
-    rules = [by_name("layers.*.experts", shard_dim=1), group("layers.1", "layers.2", shard_dim=1), "layers.*"]
+    rules = [
+        by_name("layers.*.experts", shard_dim=1),
+        group("layers.1", "layers.2", shard_dim=1),
+        "layers.*",
+    ]
     model = MoE(experts=8)
     plan = plan_model(model, mesh=mesh, units=rules)
     assert '    "layers.0.experts.up": 1,\n' in plan.to_python()
@@ -114,7 +140,9 @@ def test_one_parameter(shape: tuple[int, ...], ranks: int, dim: int) -> None:
 
 
 def test_no_more_than_needed() -> None:
-    """Shapes that waste most are taken first, all of a shape or none, and none under 1 % of a rank's."""
+    """Shapes that waste most are taken first, all of a shape or none, and none under 1 % of a
+    rank's.
+    """
     experts_biases_router = (8, 2048, 4096), (8, 4096), (8, 2048)
     assert dims_of(planned(*experts_biases_router, mesh=MeshSpec.sharded(64))) == {"p0": 1}
     mesh = MeshSpec.sharded(1024)
@@ -142,7 +170,10 @@ def test_on_another_mesh_the_dims_of_rules_stay() -> None:
         assert dims["head.weight"] == 1
         assert not any(fqn.endswith(("experts.up", "experts.down")) for fqn in dims)
     unfit = on_mesh(here, MeshSpec.sharded(7))
-    assert "head.weight: on dim 0, because dp_shard=7 does not divide the dim that a rule gave" in unfit.notes
+    assert (
+        "head.weight: on dim 0, because dp_shard=7 does not divide the dim that a rule gave"
+        in unfit.notes
+    )
     unfit.check()
 
 

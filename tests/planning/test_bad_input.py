@@ -1,4 +1,6 @@
-"""Bad input: one clear error that names what, the rule and the fix; on every rank; nothing of the model changed."""
+"""Bad input: one clear error that names what, the rule and the fix; on every rank; nothing of the
+model changed.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,22 +35,43 @@ EIGHT = MeshSpec.sharded(8)
 @pytest.mark.parametrize(
     ("rule", "parts"),
     [
-        (by_class("Missing"), ["by_class('Missing')", "Decoder, Embedding, ModuleList, Block", "layers.0"]),
+        (
+            by_class("Missing"),
+            ["by_class('Missing')", "Decoder, Embedding, ModuleList, Block", "layers.0"],
+        ),
         (by_class(nn.ReLU), ["by_class(ReLU)", "no module that has parameters"]),
         (by_name("layer.*"), ["by_name('layer.*')", "embed, layers, layers.0"]),
         ("Block", ["by_name('Block') matches no module", "Use by_class for a class"]),
         (group("norm", "tail"), ["group('norm', 'tail')", "'tail' matches no module"]),
         (by_size(10**9), ["by_size(1000000000)"]),
         (lambda fqn, module: False, ["<lambda>"]),
-        (by_name("layers"), ["layers is a ModuleList without forward, and by_name('layers') matches it", "layers.*"]),
-        (by_class(Block, reshard=True), ["by_class(Block) has an unknown setting, reshard", "reshard_after_forward"]),
+        (
+            by_name("layers"),
+            [
+                "layers is a ModuleList without forward, and by_name('layers') matches it",
+                "layers.*",
+            ],
+        ),
+        (
+            by_class(Block, reshard=True),
+            ["by_class(Block) has an unknown setting, reshard", "reshard_after_forward"],
+        ),
         (
             by_class(Block, reshard_after_forward="yes"),
-            ["reshard_after_forward of by_class(Block) must be True, False or a number of ranks, got 'yes'"],
+            [
+                "reshard_after_forward of by_class(Block) must be True, False or a number of "
+                "ranks, got 'yes'"
+            ],
         ),
         (42, ["units must be by_class", "got 42"]),
-        (group("layers.0", "layers.0.norm"), ["group('layers.0', 'layers.0.norm')", "inside another one of the same"]),
-        (lambda fqn, module: {"tiles": 4} if fqn == "head" else fqn == "norm", ["<lambda> has an unknown", "tiles"]),
+        (
+            group("layers.0", "layers.0.norm"),
+            ["group('layers.0', 'layers.0.norm')", "inside another one of the same"],
+        ),
+        (
+            lambda fqn, module: {"tiles": 4} if fqn == "head" else fqn == "norm",
+            ["<lambda> has an unknown", "tiles"],
+        ),
         (by_name("norm", replicate=True), ["by_name('norm') has an unknown setting, replicate"]),  # type: ignore[call-arg]
         (
             lambda fqn, module: {"shard_dim": 7} if fqn == "head" else fqn == "norm",
@@ -60,7 +83,10 @@ EIGHT = MeshSpec.sharded(8)
             [group("layers.0", "layers.1"), group("layers.1", "layers.2")],
             ["layers.1 (by group('layers.0', 'layers.1'))"],
         ),
-        ([by_class(Block), by_name("layers.*")], ["by_name('layers.*')", "put the narrower one first"]),
+        (
+            [by_class(Block), by_name("layers.*")],
+            ["by_name('layers.*')", "put the narrower one first"],
+        ),
     ],
 )
 def test_rules_that_cannot_be_followed(rule: object, parts: list[str]) -> None:
@@ -83,7 +109,10 @@ def test_mixed_dtypes_that_train() -> None:
     model = Decoder()
     model.layers[1].norm.to(torch.bfloat16)
     with refused(
-        model, "layers.1 trains parameters of 2 dtypes", "bfloat16: layers.1.norm.weight", "unit of their own"
+        model,
+        "layers.1 trains parameters of 2 dtypes",
+        "bfloat16: layers.1.norm.weight",
+        "unit of their own",
     ):
         plan_model(model, units=by_class(Block), mesh=EIGHT)
     model.layers[1].norm.requires_grad_(False)
@@ -112,7 +141,9 @@ def test_settings_that_do_not_fit() -> None:
     for prefetch in (-1, 1.5, "1"):
         with refused(model, f"prefetch must be a number of units, 0 or more, got {prefetch!r}"):
             plan_model(model, mesh=EIGHT, prefetch=prefetch)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"^1\.weight is not initialized\. A lazy module has no shapes before"):
+    with pytest.raises(
+        PlanError, match=r"^1\.weight is not initialized\. A lazy module has no shapes before"
+    ):
         plan_model(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), mesh=EIGHT)
     with refused(model, "ignored_params has a Parameter, nothing, not in the model"):
         plan_model(model, mesh=EIGHT, ignored_params=[Decoder().embed.weight, "nothing"])
@@ -122,16 +153,26 @@ def test_meshes_that_do_not_fit() -> None:
     model = Decoder()
     with fake_world(8):
         for shape in ((2, 4), (2, 2, 2)):
-            with refused(model, f"mesh must have axis names, got a DeviceMesh of shape {shape}", "mesh_dim_names"):
+            with refused(
+                model,
+                f"mesh must have axis names, got a DeviceMesh of shape {shape}",
+                "mesh_dim_names",
+            ):
                 shard_model(model, mesh=init_device_mesh("cpu", shape))
         with refused(model, "mesh must be a DeviceMesh, a MeshSpec or None, got list"):
             shard_model(model, mesh=[8])  # type: ignore[arg-type]
         with refused(model, "mesh is on 'xpu'", "this process has"):
             shard_model(model, mesh=init_device_mesh("xpu", (8,), mesh_dim_names=("dp",)))
-        with refused(model, "mesh dp_shard=4 needs 4 ranks, and there are 8", "MeshSpec.sharded(8)"):
+        with refused(
+            model, "mesh dp_shard=4 needs 4 ranks, and there are 8", "MeshSpec.sharded(8)"
+        ):
             shard_model(model, mesh=MeshSpec.sharded(4))
         with refused(model, "mesh is dp=8, and the plan was made for dp_shard=8"):
-            apply_plan(model, plan_model(model, mesh=EIGHT), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
+            apply_plan(
+                model,
+                plan_model(model, mesh=EIGHT),
+                init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)),
+            )
     with pytest.raises(PlanError, match="mesh has the shape"):
         MeshSpec((2, 2, 2), ("a", "b", "c"), shard_axes=1)
 
@@ -148,7 +189,9 @@ def test_sharded_already() -> None:
     model = Decoder()
     with fake_world(8):
         shard_model(model)
-        with refused(model, "(root), embed, layers.0, layers.1, layers.2, norm and 1 more is sharded already"):
+        with refused(
+            model, "(root), embed, layers.0, layers.1, layers.2, norm and 1 more is sharded already"
+        ):
             shard_model(model)
         inner = Decoder()
         fully_shard(inner.layers[1], mesh=init_device_mesh("cpu", (8,)))
@@ -160,11 +203,15 @@ def test_parameters_that_are_dtensors_already() -> None:
     model = Decoder()
     with fake_world(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh["tp"], [Shard(0)]))
+        model.head.weight = nn.Parameter(
+            distribute_tensor(model.head.weight.detach(), mesh["tp"], [Shard(0)])
+        )
         with refused(model, "replicate has head.weight, a DTensor."):
             shard_model(model, mesh=mesh["dp"], replicate="head")
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
-        model.head.weight = nn.Parameter(distribute_tensor(Decoder().head.weight.detach(), mesh, [Shard(0)]))
+        model.head.weight = nn.Parameter(
+            distribute_tensor(Decoder().head.weight.detach(), mesh, [Shard(0)])
+        )
         with refused(model, "head.weight is a DTensor already", 'mesh=world_mesh["dp"]'):
             shard_model(model)
         with refused(model, "head.weight is a DTensor already"):
@@ -176,7 +223,10 @@ def test_parameters_that_are_dtensors_already() -> None:
     [
         (lambda: Decoder(layers=4), "the plan has no parameter layers.3.down.bias"),
         (lambda: Decoder(layers=2), "the model has no parameter layers.2.down.bias"),
-        (lambda: Decoder(vocabulary=12), "embed.weight has shape (12, 8) in the model and shape (11, 8) in the plan"),
+        (
+            lambda: Decoder(vocabulary=12),
+            "embed.weight has shape (12, 8) in the model and shape (11, 8) in the plan",
+        ),
         (lambda: Decoder(tied=True), "embed.weight has aliases ('head.weight',) in the model"),
     ],
 )
@@ -203,10 +253,19 @@ def test_plan_edited_by_hand() -> None:
     with fake_world(8):
         for units, parts in (
             (plan.units[1:], ["(root) would own "]),
-            ((*plan.units[:-1], dataclasses.replace(last, params=("norm.bias",))), ["(root) would own nothing, not "]),
+            (
+                (*plan.units[:-1], dataclasses.replace(last, params=("norm.bias",))),
+                ["(root) would own nothing, not "],
+            ),
             ((ShardUnit(("elsewhere",), ()), *plan.units), ["the model has no module elsewhere"]),
-            ((dataclasses.replace(first, modules=("norm",)), *plan.units[1:]), ["norm appears in two units"]),
-            (plan.units[::-1], ["layers.0 comes after (root), its parent", "units must end with the root"]),
+            (
+                (dataclasses.replace(first, modules=("norm",)), *plan.units[1:]),
+                ["norm appears in two units"],
+            ),
+            (
+                plan.units[::-1],
+                ["layers.0 comes after (root), its parent", "units must end with the root"],
+            ),
         ):
             with refused(model, *parts):
                 apply_plan(model, dataclasses.replace(plan, units=units))
@@ -215,7 +274,10 @@ def test_plan_edited_by_hand() -> None:
 def test_parameters_in_the_same_memory() -> None:
     model = Decoder()
     model.head.weight = nn.Parameter(model.embed.weight.detach())
-    with fake_world(8), refused(model, "head.weight is in the same memory as embed.weight", "one Parameter"):
+    with (
+        fake_world(8),
+        refused(model, "head.weight is in the same memory as embed.weight", "one Parameter"),
+    ):
         shard_model(model)
     flat = torch.zeros(2, 3, 4)
     beside = nn.Module()
@@ -231,4 +293,10 @@ def test_a_module_by_two_names() -> None:
     doubled = dataclasses.replace(plan.units[0], modules=("layers.1",), params=(), shard_dims=())
     with fake_world(8), pytest.raises(PlanError, match="fully_shard has already been applied"):
         apply_plan(model, dataclasses.replace(plan, units=(doubled, *plan.units)))
-    assert [unit.name for unit in plan.units] == ["embed", "layers.0", "layers.2", "[norm, head]", "(root)"]
+    assert [unit.name for unit in plan.units] == [
+        "embed",
+        "layers.0",
+        "layers.2",
+        "[norm, head]",
+        "(root)",
+    ]

@@ -1,4 +1,6 @@
-"""The default rule makes units only of what forward calls: a gathered weight is where it is read."""
+"""The default rule makes units only of what forward calls: a gathered weight is where
+it is read.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class AsksForDtype(ReadTable):
     """A table whose dtype is asked for, as of Mamba's head; that is right on shards too."""
 
     def _scores(self, x: Tensor) -> Tensor:
-        return self.head(x.to(self.table.weight.dtype)) + self.table(torch.zeros(x.shape[:-1], dtype=torch.long))
+        return self.head(x.to(self.table.weight.dtype)) + self.table(
+            torch.zeros(x.shape[:-1], dtype=torch.long)
+        )
 
 
 class Layers(nn.Module):
@@ -108,7 +112,9 @@ class Scan(nn.Module):
 
 
 def scans() -> nn.Module:
-    model = Layers((nn.Sequential(nn.LayerNorm(8), Scan()).bfloat16() for _ in range(2)), torch.bfloat16)
+    model = Layers(
+        (nn.Sequential(nn.LayerNorm(8), Scan()).bfloat16() for _ in range(2)), torch.bfloat16
+    )
     for layer in model.layers:
         layer[1].A_log.data = layer[1].A_log.data.float()
     return model
@@ -168,7 +174,10 @@ class TiedAbove(nn.Module):
         return self.head(self.model(x))
 
 
-MODELS = {each.__name__: each for each in (ReadTable, LateTable, attentions, routers, scans, TiedAbove, Twice)}
+MODELS = {
+    each.__name__: each
+    for each in (ReadTable, LateTable, attentions, routers, scans, TiedAbove, Twice)
+}
 
 
 def units(model: nn.Module) -> list[str]:
@@ -180,10 +189,18 @@ def test_units_are_called() -> None:
     assert "table" in units(AsksForDtype())
     assert "tokens" not in units(LateTable())
     assert units(attentions()) == ["[layers.0, layers.2]", "layers.1", "(root)"]
-    assert units(TiedAbove()) == ["model.body.layers.0", "model.body.layers.1", "[model, head]", "(root)"]
+    assert units(TiedAbove()) == [
+        "model.body.layers.0",
+        "model.body.layers.1",
+        "[model, head]",
+        "(root)",
+    ]
     plan = plan_model(routers(), mesh=TWO)
     assert plan.replicated == ("layers.0.router.weight", "layers.1.router.weight")
-    assert "router.weight: train in another dtype than the rest of their unit and cannot be a unit" in str(plan)
+    assert (
+        "router.weight: train in another dtype than the rest of their unit and cannot be a unit"
+        in str(plan)
+    )
     mixed = plan_model(scans(), mesh=TWO)
     assert mixed.replicated == ("layers.0.1.A_log", "layers.1.1.A_log")
     assert [unit.name for unit in mixed.units] == ["layers.0", "layers.1", "(root)"]
@@ -199,11 +216,14 @@ def test_they_train_as_the_plain_models_do() -> None:
         x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
         for each in (plain, model):
             each(x).float().square().mean().backward()
-        assert not (wrong := differences(plain, model)), (name, wrong)  # both ranks have one batch: the mean is exact
+        # both ranks have one batch: the mean is exact
+        assert not (wrong := differences(plain, model)), (name, wrong)
 
 
 def test_a_tied_parameter_stays_where_one_of_its_modules_has_to_stay() -> None:
-    """The head could be a unit of its own dtype; the embedding that shares its weight is read, and could not."""
+    """The head could be a unit of its own dtype; the embedding that shares its weight is read, and
+    could not.
+    """
 
     class Reads(nn.Module):
         def __init__(self) -> None:

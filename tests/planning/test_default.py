@@ -61,26 +61,55 @@ def stage(number: int, dim: int = 8) -> nn.Module:
     ("make", "expected"),
     [
         (Decoder, ["embed", "layers.0", "layers.1", "layers.2", "[norm, head]", "(root)"]),
-        (lambda: Decoder(tied=True), ["[embed, norm, head]", "layers.0", "layers.1", "layers.2", "(root)"]),
+        (
+            lambda: Decoder(tied=True),
+            ["[embed, norm, head]", "layers.0", "layers.1", "layers.2", "(root)"],
+        ),
         (lambda: Decoder(layers=1), ["embed", "layers.0", "[norm, head]", "(root)"]),
         # An MLP in a Sequential: its layers; a convolutional stem: nothing finer than the root.
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2", "(root)"]),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2)), ["(root)"]),
+        (
+            lambda: nn.Sequential(
+                nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2)
+            ),
+            ["(root)"],
+        ),
         (lambda: nn.Linear(4, 4), ["(root)"]),
         # Containers: dicts of blocks, Sequential stages, lists of lists, encoder and decoder.
-        (lambda: Model(layers=nn.ModuleDict({"0": Block(), "1": Block()})), ["layers.0", "layers.1", "(root)"]),
-        (lambda: Model(stem=nn.Conv2d(3, 8, 3), a=nn.Sequential(Block(), Block())), ["a.0", "a.1", "(root)"]),
         (
-            lambda: Model(downs=nn.ModuleList(nn.ModuleList([Block(), nn.Conv2d(3, 3, 3)]) for _ in range(2))),
+            lambda: Model(layers=nn.ModuleDict({"0": Block(), "1": Block()})),
+            ["layers.0", "layers.1", "(root)"],
+        ),
+        (
+            lambda: Model(stem=nn.Conv2d(3, 8, 3), a=nn.Sequential(Block(), Block())),
+            ["a.0", "a.1", "(root)"],
+        ),
+        (
+            lambda: Model(
+                downs=nn.ModuleList(nn.ModuleList([Block(), nn.Conv2d(3, 3, 3)]) for _ in range(2))
+            ),
             ["downs.0.0", "downs.1.0", "(root)"],
         ),
         (
             lambda: Model(towers=nn.ModuleList([Model(layers=blocks()), Decoder(layers=2)])),
-            ["towers.0.layers.0", "towers.0.layers.1", "towers.1.layers.0", "towers.1.layers.1", "(root)"],
+            [
+                "towers.0.layers.0",
+                "towers.0.layers.1",
+                "towers.1.layers.0",
+                "towers.1.layers.1",
+                "(root)",
+            ],
         ),
         (
             lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
-            [*(f"{part}.layers.{number}" for part in ("encoder", "decoder") for number in range(2)), "(root)"],
+            [
+                *(
+                    f"{part}.layers.{number}"
+                    for part in ("encoder", "decoder")
+                    for number in range(2)
+                ),
+                "(root)",
+            ],
         ),
         # Two levels: the inner one.
         (
@@ -90,18 +119,35 @@ def stage(number: int, dim: int = 8) -> nn.Module:
         # Towers whose layers are lists of an attention and an MLP, which the tower calls.
         (
             lambda: Model(towers=nn.ModuleList([paired(), paired()])),
-            [*(f"towers.{tower}.layers.{n}.{half}" for tower in (0, 1) for n in (0, 1) for half in (0, 1)), "(root)"],
+            [
+                *(
+                    f"towers.{tower}.layers.{n}.{half}"
+                    for tower in (0, 1)
+                    for n in (0, 1)
+                    for half in (0, 1)
+                ),
+                "(root)",
+            ],
         ),
-        (lambda: Model(layers=nn.ModuleList([routed(), routed()])), ["layers.0", "layers.1", "(root)"]),
+        (
+            lambda: Model(layers=nn.ModuleList([routed(), routed()])),
+            ["layers.0", "layers.1", "(root)"],
+        ),
         (routed, ["(root)"]),
-        (lambda: Model(experts=nn.ModuleList(Model(layers=blocks()) for _ in range(2))), ["(root)"]),
+        (
+            lambda: Model(experts=nn.ModuleList(Model(layers=blocks()) for _ in range(2))),
+            ["(root)"],
+        ),
         # A head that is worth no all-gather.
         (
             lambda: Model(layers=blocks(4), norm=nn.LayerNorm(8), head=nn.Linear(8, 1)),
             [*(f"layers.{number}" for number in range(4)), "(root)"],
         ),
         # The root may use an embedding without calling it where no head has its shape.
-        (lambda: Model(embed=nn.Embedding(11, 8), layers=blocks()), ["layers.0", "layers.1", "(root)"]),
+        (
+            lambda: Model(embed=nn.Embedding(11, 8), layers=blocks()),
+            ["layers.0", "layers.1", "(root)"],
+        ),
         (lambda: Model(embed=nn.Embedding(11, 8), head=nn.Linear(8, 11)), ["embed", "(root)"]),
         (
             lambda: Model(head=nn.Linear(8, 11), layers=blocks(), norm=nn.LayerNorm(8)),
@@ -125,14 +171,19 @@ def test_the_blocks_of_stages_are_units() -> None:
 
 
 def branches() -> nn.Module:
-    """An Inception's: they take the same input, so one after the other saves less than all at once."""
+    """An Inception's: they take the same input, so one after the other saves less than
+    all at once.
+    """
     return Model(
-        branch1=nn.Linear(8, 8), **{f"branch{n}": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for n in (2, 3)}
+        branch1=nn.Linear(8, 8),
+        **{f"branch{n}": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for n in (2, 3)},
     )
 
 
 def test_branches_are_checkpointed_together() -> None:
-    plan = plan_model(Model(inception1=branches(), inception2=branches()), mesh=EIGHT, checkpoint_activations=True)
+    plan = plan_model(
+        Model(inception1=branches(), inception2=branches()), mesh=EIGHT, checkpoint_activations=True
+    )
     assert [unit.blocks for unit in plan.units] == [("inception1",), ("inception2",), ()]
 
 
@@ -169,8 +220,13 @@ def test_modules_of_another_dtype_are_units_of_their_own() -> None:
     assert [unit.name for unit in plan.units] == [
         *("embed", "layers.0.norm", "layers.1.norm", "norm", "layers.0", "layers.1", "(root)")
     ]
-    assert any(each.startswith("layers.0.norm, layers.1.norm, norm: train in another dtype") for each in plan.notes)
-    assert {spec.dtype for unit in plan.units[1:4] for spec in plan.specs_of(unit)} == {torch.float32}
+    assert any(
+        each.startswith("layers.0.norm, layers.1.norm, norm: train in another dtype")
+        for each in plan.notes
+    )
+    assert {spec.dtype for unit in plan.units[1:4] for spec in plan.specs_of(unit)} == {
+        torch.float32
+    }
     model = Decoder(layers=2)
     for layer in model.layers:
         layer.down.to(torch.bfloat16).requires_grad_(False)  # frozen ones stay
@@ -205,5 +261,9 @@ def test_an_example_batch_gives_the_order_of_units() -> None:
 
     assert order() == ["(root)", "down.0", "up.0", "mid"]
     assert order(example_batch=torch.ones(2, 8)) == ["(root)", "down.0", "mid", "up.0"]
-    seen, unseen = (plan_model(MidLast(), mesh=EIGHT, example_batch=batch) for batch in (torch.ones(2, 8), None))
-    assert "+ order: ('(root)', 'down.0', 'mid', 'up.0')" in unseen.diff(seen).replace("[", "(").replace("]", ")")
+    seen, unseen = (
+        plan_model(MidLast(), mesh=EIGHT, example_batch=batch) for batch in (torch.ones(2, 8), None)
+    )
+    assert "+ order: ('(root)', 'down.0', 'mid', 'up.0')" in unseen.diff(seen).replace(
+        "[", "("
+    ).replace("]", ")")

@@ -4,7 +4,16 @@ import pytest
 import torch.nn as nn
 from small_models import Block, Decoder
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, by_class, by_name, by_size, group, plan_model
+from shardkit import (
+    MeshSpec,
+    MixedPrecisionPolicy,
+    ShardingPlan,
+    by_class,
+    by_name,
+    by_size,
+    group,
+    plan_model,
+)
 from shardkit.planning.rules import Rule
 
 EIGHT = MeshSpec.sharded(8)
@@ -31,7 +40,8 @@ def names(model: nn.Module, units: "Rule | list[Rule]") -> list[str]:
         (group("norm", "head"), ["[norm, head]"]),
         (group("layers.*"), ["[layers.0, layers.1, layers.2]"]),
         (lambda fqn, module: fqn.endswith("up"), ["layers.0.up", "layers.1.up", "layers.2.up"]),
-        (lambda fqn, module: {} if fqn == "norm" else False, ["norm"]),  # an empty dict of settings still selects
+        # an empty dict of settings still selects
+        (lambda fqn, module: {} if fqn == "norm" else False, ["norm"]),
         (by_size(280), ["layers.0", "layers.1", "layers.2"]),
         (by_size(144), [f"layers.{layer}{part}" for part in (".up", "") for layer in range(3)]),
     ],
@@ -57,18 +67,29 @@ def test_by_size_counts_what_no_inner_unit_holds() -> None:
     assert names(model, by_size(880)) == ["stack", "(root)"]
     assert names(model, by_size(280)) == ["stack.0", "stack.1", "stack.2", "attention", "(root)"]
     # 296 elements a block: the first rule takes two, and what is left of the stack is too small
-    assert names(model, [by_name("stack.[01]"), by_size(290)]) == ["stack.0", "stack.1", "stack.2", "(root)"]
+    assert names(model, [by_name("stack.[01]"), by_size(290)]) == [
+        "stack.0",
+        "stack.1",
+        "stack.2",
+        "(root)",
+    ]
     halves = [f"stack.{number}.{half}" for number in range(3) for half in ("up", "down")]
-    assert names(model, by_size(64)) == [*halves, "attention", "(root)"]  # whole: its out_proj is never called
+    # whole: its out_proj is never called
+    assert names(model, by_size(64)) == [*halves, "attention", "(root)"]
     model.stack[2] = model.stack[0]
     assert names(model, by_size(280)) == ["stack.0", "stack.1", "attention", "(root)"]
 
 
 def test_the_first_rule_that_matches_wins() -> None:
-    rules = [by_name("layers.1", reshard_after_forward=False), by_class(Block, reshard_after_forward=4)]
+    rules = [
+        by_name("layers.1", reshard_after_forward=False),
+        by_class(Block, reshard_after_forward=4),
+    ]
     plan = plan_model(Decoder(), units=rules, mesh=EIGHT, reshard_after_forward=True)
     assert [unit.reshard_after_forward for unit in plan.units] == [4, False, 4, True]
-    root = plan_model(Decoder(), units=[Block, by_name("", reshard_after_forward=True)], mesh=EIGHT).units[-1]
+    root = plan_model(
+        Decoder(), units=[Block, by_name("", reshard_after_forward=True)], mesh=EIGHT
+    ).units[-1]
     assert (root.modules, root.reshard_after_forward) == (("",), True)
 
 
@@ -77,7 +98,12 @@ def test_replicated_modules_leave_the_default_units_or_those_of_other_rules() ->
     plan = plan_model(Decoder(layers=1), mesh=EIGHT, replicate=nn.LayerNorm)
     assert [unit.name for unit in default.units] == ["embed", "layers.0", "[norm, head]", "(root)"]
     assert [unit.name for unit in plan.units] == ["embed", "layers.0", "head", "(root)"]
-    assert plan.replicated == ("layers.0.norm.weight", "layers.0.norm.bias", "norm.weight", "norm.bias")
+    assert plan.replicated == (
+        "layers.0.norm.weight",
+        "layers.0.norm.bias",
+        "norm.weight",
+        "norm.bias",
+    )
     assert plan.held_bytes() == default.held_bytes() + 4 * 8 * 4 * 7 // 8
     assert ShardingPlan.from_dict(plan.to_dict()) == plan
     assert "+ replicated: ['layers.0.norm.weight', " in default.diff(plan)
@@ -106,8 +132,20 @@ def test_a_callable_may_return_settings() -> None:
         return fqn == "norm"
 
     plan = plan_model(Decoder(), units=rule, mesh=EIGHT)  # type: ignore[arg-type]
-    assert [unit.name for unit in plan.units] == ["layers.0", "layers.1", "layers.2", "norm", "(root)"]
-    assert [unit.checkpoint_activations for unit in plan.units] == [False, True, False, False, False]
+    assert [unit.name for unit in plan.units] == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "norm",
+        "(root)",
+    ]
+    assert [unit.checkpoint_activations for unit in plan.units] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert plan.units[0].mp_policy is half
 
 

@@ -93,7 +93,8 @@ def test_a_frozen_model_stays_gathered_for_the_gradient_of_its_input():
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])  # beside its own no_grad, inside
+# beside its own no_grad, inside
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
 @distributed(world_size=2)
 def test_generate(mode):
     plain, model = pair(Coder)
@@ -154,8 +155,12 @@ def test_children_before_any_whole_forward(loss):
 def test_methods_that_gather():
     for options in OPTIONS.values():
         plain, model = pair(Coder, forward_methods=("encode", "body"), **options)
-        assert_trains_alike(plain, model, lambda model, seed: model.body(tokens(seed)).square().mean())
-        assert_trains_alike(plain, model, lambda model, seed: model.encode(tokens(seed)).square().mean())
+        assert_trains_alike(
+            plain, model, lambda model, seed: model.body(tokens(seed)).square().mean()
+        )
+        assert_trains_alike(
+            plain, model, lambda model, seed: model.encode(tokens(seed)).square().mean()
+        )
         assert_trains_alike(plain, model, usual_loss)
 
 
@@ -183,7 +188,9 @@ class Pair(nn.Module):
 @distributed(world_size=2)
 def test_a_method_of_a_unit():
     plain, model = pair(Pair, units=["encoder"], forward_methods=["encoder.encode"])
-    assert_trains_alike(plain, model, lambda model, seed: model.encoder.encode(tokens(seed)).square().mean())
+    assert_trains_alike(
+        plain, model, lambda model, seed: model.encoder.encode(tokens(seed)).square().mean()
+    )
     assert_trains_alike(plain, model, usual_loss)
 
 
@@ -216,7 +223,9 @@ def test_a_first_forward_on_meta() -> None:
             model = Decoder()
         shard_model(model)
         for call in (model, lambda ids: model.head(model.norm(torch.ones(2, 8)))):
-            with pytest.raises(ShardkitError, match=r"(?s)^model has embed.weight, .* on meta\..*materialize"):
+            with pytest.raises(
+                ShardkitError, match=r"(?s)^model has embed.weight, .* on meta\..*materialize"
+            ):
                 call(tokens())
         materialize(model)
         step(model)
@@ -247,8 +256,13 @@ def test_methods_are_in_the_plan() -> None:
     assert "methods that gather: generate, encode" in str(plan)
     assert type(plan).from_dict(plan.to_dict()) == plan
     assert 'register_fsdp_forward_method(model, "encode")' in plan.to_python()
-    nested = plan_model(Pair(), mesh=MeshSpec.sharded(2), units=["encoder"], forward_methods=["encoder.encode"])
-    assert 'register_fsdp_forward_method(model.get_submodule("encoder"), "encode")' in nested.to_python()
+    nested = plan_model(
+        Pair(), mesh=MeshSpec.sharded(2), units=["encoder"], forward_methods=["encoder.encode"]
+    )
+    assert (
+        'register_fsdp_forward_method(model.get_submodule("encoder"), "encode")'
+        in nested.to_python()
+    )
 
 
 # An optimizer that holds what is gathered.
@@ -259,7 +273,11 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared, self.embed, self.head = nn.Embedding(8, 4), nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.shared, self.embed, self.head = (
+            nn.Embedding(8, 4),
+            nn.Embedding(8, 4),
+            nn.Linear(4, 8, bias=False),
+        )
         self.embed.weight = self.head.weight = self.shared.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -288,7 +306,10 @@ def test_a_head_alone_that_is_in_a_unit_with_the_norm_does_not_step_silently():
     _, model = pair(Coder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.head(vectors(0)[0]).square().mean().backward()
-    with pytest.raises(ShardkitError, match=r"SGD.step\(\) was called while 1 gradients wait .*head.weight.*several"):
+    with pytest.raises(
+        ShardkitError,
+        match=r"SGD.step\(\) was called while 1 gradients wait .*head.weight.*several",
+    ):
         optimizer.step()
 
 
@@ -334,7 +355,9 @@ def test_a_gradient_penalty(loss):
             for each in (plain, model):
                 torch.optim.SGD(each.parameters(), lr=0.1).step()
                 each.zero_grad()
-        assert_trains_alike(plain, model, lambda model, seed: model(vectors(seed)[0]).square().mean())
+        assert_trains_alike(
+            plain, model, lambda model, seed: model(vectors(seed)[0]).square().mean()
+        )
 
 
 def test_settings_come_back() -> None:
@@ -351,7 +374,9 @@ def test_settings_come_back() -> None:
 def test_without_the_context_it_is_refused():
     """Otherwise all ranks would end in SIGSEGV: the second backward reads freed memory."""
     _, model = pair(Critic)
-    with pytest.raises(ShardkitError, match=r"create_graph=True.*with shardkit.double_backward\(model\)"):
+    with pytest.raises(
+        ShardkitError, match=r"create_graph=True.*with shardkit.double_backward\(model\)"
+    ):
         penalty_alone(model, 0)
     with pytest.raises(ShardkitError, match="create_graph=True"):
         penalty(lambda x: {"loss": model(x)}["loss"], *vectors(0, 9))

@@ -1,4 +1,6 @@
-"""What FSDP2 cannot shard, scalars and empty parameters, trains as in the plain model with no argument."""
+"""What FSDP2 cannot shard, scalars and empty parameters, trains as in the plain model with no
+argument.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Scalars in the root and in blocks, of which one is frozen; an empty parameter, and one that nobody uses."""
+    """Scalars in the root and in blocks, of which one is frozen; an empty parameter, and one that
+    nobody uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,16 +101,23 @@ def loss_of(model: nn.Module, seed: int, **arguments: bool) -> Tensor:
 
 def grads(model: nn.Module) -> dict[str, Tensor | None]:
     full = {name: None if p.grad is None else p.grad for name, p in model.named_parameters()}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in full.items()}
+    return {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in full.items()
+    }
 
 
 def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    """Sums of two ranks' gradients: the plain model rounds them in another place, so a few units in the last place."""
+    """Sums of two ranks' gradients: the plain model rounds them in another place, so a few units in
+    the last place.
+    """
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         assert (grad is None) == (found[name] is None), name
         if grad is not None:
-            torch.testing.assert_close(found[name], grad, rtol=2e-6, atol=2e-7, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                found[name], grad, rtol=2e-6, atol=2e-7, msg=lambda m, name=name: f"{name}: {m}"
+            )
     ranks = [torch.zeros_like(found["scale"]) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, found["scale"])
     assert all(torch.equal(each, ranks[0]) for each in ranks), "ranks apart"
@@ -132,12 +143,16 @@ def test_the_plan_says_so() -> None:
     assert other.ignored == ("scale",)
     assert "scale" not in other.replicated
     assert "- replicated: ['scale', 'none'" in plan.diff(other)
-    assert "scale: ignored but trained, so each rank keeps its own, unreduced gradient" in str(other)
+    assert "scale: ignored but trained, so each rank keeps its own, unreduced gradient" in str(
+        other
+    )
     root = next(unit for unit in plan.units if unit.modules == ("",))
     assert "scale" not in root.params
 
 
-@pytest.mark.parametrize("mesh", [MeshSpec.sharded(8), MeshSpec.hybrid(2, 4), MeshSpec.hybrid(8, 1)])
+@pytest.mark.parametrize(
+    "mesh", [MeshSpec.sharded(8), MeshSpec.hybrid(2, 4), MeshSpec.hybrid(8, 1)]
+)
 def test_collectives_are_counted(mesh: MeshSpec) -> None:
     options = [{}, {"keep_unsharded": True}, {"shard_gradients": True}]
     for frozen in (False, True):
@@ -155,7 +170,9 @@ def test_collectives_are_counted(mesh: MeshSpec) -> None:
                             loss_of(model, index).backward()
                 assert counted == plan.collectives(micro_batches, **keywords)
         ours = 0 if frozen else sum(size > 1 for size in mesh.shape)
-        assert plan.collectives().all_reduces == ours + mesh.replicates * len([u for u in plan.units if u.params])
+        assert plan.collectives().all_reduces == ours + mesh.replicates * len(
+            [u for u in plan.units if u.params]
+        )
 
 
 # Gradients.
@@ -165,7 +182,10 @@ def test_collectives_are_counted(mesh: MeshSpec) -> None:
 @distributed(world_size=2, backend="gloo")
 def test_gradients_are_those_of_the_plain_model(setting: str) -> None:
     rank, sums = dist.get_rank(), setting == "sum"
-    options = {"recomputed": {"checkpoint_activations": True}, "resharded": {"reshard_after_forward": True}}
+    options = {
+        "recomputed": {"checkpoint_activations": True},
+        "resharded": {"reshard_after_forward": True},
+    }
     model = shard_model(net(), **options.get(setting, {}))
     set_gradient_reduction(model, "sum" if sums else "mean")
     ranks = 1 if sums else 2
@@ -212,7 +232,8 @@ def test_ranks_that_use_different_ones_and_errors() -> None:
         loss_of(model, rank).backward()
     handle.remove()
     reset_after_error(model)
-    model.scale = nn.Parameter(model.scale.detach().clone())  # as load_state_dict(assign=True) would
+    # as load_state_dict(assign=True) would
+    model.scale = nn.Parameter(model.scale.detach().clone())
     for _ in range(2):
         model.zero_grad()
         loss_of(model, rank).backward()
@@ -227,12 +248,20 @@ def test_on_two_axes_bit_for_bit(name: str) -> None:
         options = {"mp_policy": bfloat16, "optimizer": "adamw on local shards", "steps": 2}
         parity.one_counts(name, mesh=(2, 2), replicate=by_class("LlamaRMSNorm"), **options)
         return
-    # AdamW steps on DTensors and plain scalars together in one; the other one's many DTensors would take seconds.
-    parity.one_counts(name, mesh=(2, 2), steps=3, optimizer="adamw" if name == "scalar" else "adamw on local shards")
+    # AdamW steps on DTensors and plain scalars together in one; the other one's many DTensors would
+    # take seconds.
+    parity.one_counts(
+        name,
+        mesh=(2, 2),
+        steps=3,
+        optimizer="adamw" if name == "scalar" else "adamw on local shards",
+    )
     if name == "clip":  # the rest takes seconds, and is about the small model's scalars
         return
     parity.one_counts(name, mesh=(4, 1), steps=2, optimizer="sgd")
-    parity.one_counts(name, mesh=(2, 2), steps=2, mp_policy=bfloat16, optimizer="adamw on local shards")
+    parity.one_counts(
+        name, mesh=(2, 2), steps=2, mp_policy=bfloat16, optimizer="adamw on local shards"
+    )
 
 
 # What works on gradients, and on state.
@@ -262,7 +291,9 @@ def test_meta_and_state() -> None:
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
     assert not torch.equal(model.scale, plain.scale)
     state = full_state_dict(model, rank0_only=False)
-    assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in plain.state_dict().items()}
+    assert {name: value.shape for name, value in state.items()} == {
+        n: v.shape for n, v in plain.state_dict().items()
+    }
     others = [shard_model(net()) for _ in range(2)]
     load_full_state_dict(others[0], state)
     others[1].load_state_dict(sharded_state_dict(model))
@@ -294,7 +325,8 @@ def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) ->
         load_checkpoint(tmp_path / source, model, optimizer)
         expected = models[source][3]
         assert all(
-            torch.equal(value, expected[name]) for name, value in full_state_dict(model, rank0_only=False).items()
+            torch.equal(value, expected[name])
+            for name, value in full_state_dict(model, rank0_only=False).items()
         )
 
 
@@ -311,9 +343,15 @@ def test_the_torch_code_does_the_same() -> None:
     scope["reduce_replicated"]()
     found, expected = grads(by_hand), grads(model)
     assert_same(found, expected)
-    assert all(torch.equal(found[name], grad) for name, grad in expected.items() if grad is not None)
+    assert all(
+        torch.equal(found[name], grad) for name, grad in expected.items() if grad is not None
+    )
 
-    options = {"mesh": mesh_of((2,)), **NORMS, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    options = {
+        "mesh": mesh_of((2,)),
+        **NORMS,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    }
     plan, by_hand, model = plan_model(Decoder(), **options), *(agreed(Decoder) for _ in range(2))
     exec(plan.to_python(), scope := {"model": by_hand})
     for each in (shard_model(model, **options), by_hand):

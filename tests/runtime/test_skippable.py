@@ -1,4 +1,6 @@
-"""Ranks that skip a unit take part in its collectives, by ``may_skip`` or by hand, with one plain model's gradients."""
+"""Ranks that skip a unit take part in its collectives, by ``may_skip`` or by hand, with one plain
+model's gradients.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,24 @@ TWO = MeshSpec.sharded(2)
 BOUND = 1e-14  # fp64: sums over ranks in another order
 KINDS: dict[str, dict[str, Any]] = {
     "recomputed prefix": {"frozen": ("visual.patch", "visual.blocks.2"), "recomputes": True},
-    "pixels require grad, frozen tower": {"frozen": ("visual",), "micro_batches": 2, "require_grad": True},
+    "pixels require grad, frozen tower": {
+        "frozen": ("visual",),
+        "micro_batches": 2,
+        "require_grad": True,
+    },
     "evaluated between": {"evaluates": True},
 }
 
 
 def units(recompute: bool) -> list[Any]:
-    skipped = by_name("visual", "layers.*.experts.*", may_skip=True, checkpoint_activations=recompute)
-    return [skipped, by_name("visual.blocks.*", "embed"), by_name("layers.*", checkpoint_activations=recompute)]
+    skipped = by_name(
+        "visual", "layers.*.experts.*", may_skip=True, checkpoint_activations=recompute
+    )
+    return [
+        skipped,
+        by_name("visual.blocks.*", "embed"),
+        by_name("layers.*", checkpoint_activations=recompute),
+    ]
 
 
 def mean_square(model: nn.Module, given: Any) -> torch.Tensor:
@@ -51,9 +63,15 @@ def mean_square(model: nn.Module, given: Any) -> torch.Tensor:
 
 
 def assert_same_step(
-    model: nn.Module, plain: nn.Module, *steps: list[Any], loss: Any = mean_square, bound: float = BOUND
+    model: nn.Module,
+    plain: nn.Module,
+    *steps: list[Any],
+    loss: Any = mean_square,
+    bound: float = BOUND,
 ) -> CommCounts:
-    """Compare gradients with the plain model's after micro-batches, each by rank; return the collectives."""
+    """Compare gradients with the plain model's after micro-batches, each by rank; return the
+    collectives.
+    """
     model.zero_grad()
     plain.zero_grad()
     with comm_counts() as counts:
@@ -67,7 +85,13 @@ def assert_same_step(
 
 
 def train_in_random_patterns(
-    mesh: MeshSpec, seed: int, frozen=(), recomputes=False, micro_batches=1, require_grad=False, evaluates=False
+    mesh: MeshSpec,
+    seed: int,
+    frozen=(),
+    recomputes=False,
+    micro_batches=1,
+    require_grad=False,
+    evaluates=False,
 ) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = net()
@@ -89,7 +113,9 @@ def train_in_random_patterns(
         counts = assert_same_step(model, plain, *given)
         if evaluates and step % 3 == 0:
             with torch.no_grad():
-                assert torch.allclose(model(*given[0][rank]), plain(*given[0][rank]), rtol=1e-13, atol=1e-15)
+                assert torch.allclose(
+                    model(*given[0][rank]), plain(*given[0][rank]), rtol=1e-13, atol=1e-15
+                )
     if not frozen:  # the ranks have told each other in which order units come
         assert counts == plan.collectives(micro_batches)
 
@@ -112,12 +138,15 @@ def test_a_model_of_transformers_with_text_and_image_batches():
 
     plain = vision_language()
     blocks = by_class("Qwen3VLVisionBlock", "Qwen3VLTextDecoderLayer")
-    model = shard_model(copy.deepcopy(plain), units=[by_name("model.visual", may_skip=True), blocks])
+    model = shard_model(
+        copy.deepcopy(plain), units=[by_name("model.visual", may_skip=True), blocks]
+    )
     for step, images in enumerate([(False, True), (True, False), (False, False), (True, False)]):
         if step == 2:
             model.gradient_checkpointing_enable()
         given = [pictures(step + 5 * rank, image=images[rank]) for rank in range(2)]
-        assert_same_step(model, plain, given, loss=loss, bound=1e-6)  # transformers normalizes in float32
+        # transformers normalizes in float32
+        assert_same_step(model, plain, given, loss=loss, bound=1e-6)
     assert model.model.visual.merger.linear_fc1.weight.grad is not None
 
 
@@ -134,7 +163,9 @@ def test_a_tower_is_unfrozen_later_and_the_model_compiled():
     for step in range(6):
         for each in (model, plain):
             each.visual.requires_grad_(2 <= step < 4)
-        assert_same_step(model, plain, [batch(step, rank, step % 2 == rank) for rank in range(2)], loss=loss)
+        assert_same_step(
+            model, plain, [batch(step, rank, step % 2 == rank) for rank in range(2)], loss=loss
+        )
 
 
 class Branches(nn.Module):
@@ -159,7 +190,8 @@ def branches() -> nn.Module:
 def test_what_ranks_may_not_skip_is_an_error_on_every_rank():
     names = ["second", "third"] if dist.get_rank() else ["first", "third"]
     with pytest.raises(
-        ShardkitError, match=r"calls different units next .*: rank 0 in \(root\): third, rank 1 .*second"
+        ShardkitError,
+        match=r"calls different units next .*: rank 0 in \(root\): third, rank 1 .*second",
     ):
         branches()(torch.ones(2, 4), names)
 
@@ -169,7 +201,9 @@ def test_a_call_besides_the_agreed_order_is_an_error():
     model = branches()
     model(torch.ones(2, 4), ["first", "second"])
     for names in (["first", "first"], ["second", "first"], ["third"]):
-        with pytest.raises(ShardkitError, match=r"called differently than ranks agreed on, which is first, second"):
+        with pytest.raises(
+            ShardkitError, match=r"called differently than ranks agreed on, which is first, second"
+        ):
             model(torch.ones(2, 4), names)
 
 
@@ -193,10 +227,14 @@ class Checkpointed(nn.Module):
 def test_checkpoints_around_calls_of_units():
     torch.manual_seed(0)
     plain = Checkpointed().double()
-    model = shard_model(copy.deepcopy(plain), units=[by_name("tower", may_skip=True), by_name("layers.*")])
+    model = shard_model(
+        copy.deepcopy(plain), units=[by_name("tower", may_skip=True), by_name("layers.*")]
+    )
     x, image = torch.randn(2, 2, 4).double(), torch.randn(2, 2, 3).double()
     for pattern in [(True, False), (False, True), (False, False), (True, True)]:
-        assert_same_step(model, plain, [(x[rank], image[rank] if pattern[rank] else None) for rank in range(2)])
+        assert_same_step(
+            model, plain, [(x[rank], image[rank] if pattern[rank] else None) for rank in range(2)]
+        )
 
 
 # By hand.
@@ -249,7 +287,10 @@ def test_the_plan_says_what_may_be_skipped():
     [
         ([by_name("", may_skip=True)], r"\(root\) has may_skip=True"),
         ([group("visual", "project", may_skip=True)], r"\[visual, project\] has may_skip=True"),
-        ([by_name("visual", may_skip=True), by_name("", compile=True)], r"\(root\) is compiled, and calls a unit"),
+        (
+            [by_name("visual", may_skip=True), by_name("", compile=True)],
+            r"\(root\) is compiled, and calls a unit",
+        ),
         ([by_name("visual", may_skip=1)], r"must be a bool, got 1"),
     ],
 )

@@ -48,7 +48,9 @@ def test_a_step_of_replaced_parameters_raises(world, number):
     shard_model(model)
     backward(model)
     for _ in range(2):
-        with pytest.raises(ShardkitError, match=r"SGD holds \d parameters that sharding has replaced: .*2\.weight"):
+        with pytest.raises(
+            ShardkitError, match=r"SGD holds \d parameters that sharding has replaced: .*2\.weight"
+        ):
             optimizer.step()
     optimizer.param_groups[0]["params"] = list(model.parameters())
     optimizer.step()
@@ -72,14 +74,18 @@ def test_a_step_of_gathered_copies_raises(world):
     whole = [param for param in model.parameters() if type(param) is nn.Parameter]
     assert whole, "nothing is gathered"
     optimizer = SGD(whole, lr=0.1)
-    with pytest.raises(ShardkitError, match=r"SGD holds \d gathered copies of parameters: .*weight"):
+    with pytest.raises(
+        ShardkitError, match=r"SGD holds \d gathered copies of parameters: .*weight"
+    ):
         optimizer.step()
 
 
 # Gradients that wait to be reduced.
 
 
-@pytest.mark.parametrize("context", [no_sync, lambda model: accumulate(model, last=False, keep_unsharded=True)])
+@pytest.mark.parametrize(
+    "context", [no_sync, lambda model: accumulate(model, last=False, keep_unsharded=True)]
+)
 @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
 def test_a_step_while_gradients_wait_raises(world, context, precision):
     model = shard_model(net(), mp_policy=precision)
@@ -88,7 +94,8 @@ def test_a_step_while_gradients_wait_raises(world, context, precision):
         with context(model):
             backward(model)
     with pytest.raises(
-        ShardkitError, match=r"AdamW\.step\(\) was called while 4 gradients wait .*: 0\.bias, 0\.weight, 2\."
+        ShardkitError,
+        match=r"AdamW\.step\(\) was called while 4 gradients wait .*: 0\.bias, 0\.weight, 2\.",
     ):
         optimizer.step()
     assert not optimizer.state
@@ -116,11 +123,16 @@ def test_a_step_while_gradients_of_replicated_parameters_wait_raises(world, froz
     model = Scaled()
     model.inner.requires_grad_(not frozen)
     shard_model(model, units=nn.Linear)
-    optimizers = [torch.optim.SGD([model.scale], lr=0.1), torch.optim.SGD(model.inner.parameters(), lr=0.1)]
+    optimizers = [
+        torch.optim.SGD([model.scale], lr=0.1),
+        torch.optim.SGD(model.inner.parameters(), lr=0.1),
+    ]
     for _ in range(2):
         with no_sync(model):
             backward(model)
-        with pytest.raises(ShardkitError, match=r"SGD.step\(\) was called while 1 gradients wait .*of shape \(\)"):
+        with pytest.raises(
+            ShardkitError, match=r"SGD.step\(\) was called while 1 gradients wait .*of shape \(\)"
+        ):
             optimizers[0].step()
         if frozen:
             optimizers[1].step()  # holds none of them
@@ -208,7 +220,9 @@ def test_a_warning_once_of_what_is_lost(caplog, lost):
         if lost == "hook":
             model[2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
         elif lost == "forward":
-            model[2].register_forward_pre_hook(lambda module, _: nn.init.ones_(module.weight).sum() and None)
+            model[2].register_forward_pre_hook(
+                lambda module, _: nn.init.ones_(module.weight).sum() and None
+            )
         elif lost in ("head", "layer"):
             model[2 if lost == "head" else 1] = nn.Linear(4, 4)
         optimizers = [AdamW(model.parameters()) for _ in range(2)]
@@ -242,7 +256,9 @@ def test_a_warning_of_what_is_lost_after_the_first_step(caplog, lost):
     assert re.match(WARNINGS[lost], text)
 
 
-def test_no_warning_of_parameters_that_were_there_before_by_another_name_or_as_another_tensor(caplog):
+def test_no_warning_of_parameters_that_were_there_before_by_another_name_or_as_another_tensor(
+    caplog,
+):
     ranks._warned.clear()
     with fake_world(2), caplog.at_level(logging.WARNING, "shardkit"):
         model = shard_model(net(), ignored_params=["0.bias", "2.bias"])
@@ -264,9 +280,16 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize(
     ("steps", "warns"),
-    [([[0, 1, 2], [0, 2]], True), ([[0, 1], [0, 2]], True), ([[0, 1]] * 2, False), ([[0, 1, 2]] * 2, False)],
+    [
+        ([[0, 1, 2], [0, 2]], True),
+        ([[0, 1], [0, 2]], True),
+        ([[0, 1]] * 2, False),
+        ([[0, 1, 2]] * 2, False),
+    ],
 )
-def test_a_warning_once_where_parts_of_a_unit_get_gradients_in_some_steps_only(world, caplog, steps, warns):
+def test_a_warning_once_where_parts_of_a_unit_get_gradients_in_some_steps_only(
+    world, caplog, steps, warns
+):
     ranks._warned.clear()
     model = shard_model(Experts())
     params = list(model.parameters())
@@ -277,4 +300,6 @@ def test_a_warning_once_where_parts_of_a_unit_get_gradients_in_some_steps_only(w
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert ["Where ranks use different ones, such as experts" in text for text in caplog.messages] == [True] * warns
+    assert [
+        "Where ranks use different ones, such as experts" in text for text in caplog.messages
+    ] == [True] * warns

@@ -1,4 +1,6 @@
-"""Splitting sequences over ranks changes nothing but the order of sums: float64, against one process."""
+"""Splitting sequences over ranks changes nothing but the order of sums: float64, against one
+process.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,29 @@ from shardkit.sequence import split_sequence, ulysses
 from shardkit.sequence.exchange import Heads, deal
 from shardkit.testing import comm_counts, distributed, fake_world
 
-SIZE = {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "initializer_range": 0.3}
+SIZE = {
+    **SIZES,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.3,
+}
 LOCAL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 SINKS = {"head_dim": 8, "num_local_experts": 4, "experts_implementation": "eager", **LOCAL}
-ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+}
 LONG = {"original_max_position_embeddings": 13, "rope_parameters": ROPE}
 MODELS = {
     "Llama": {"num_key_value_heads": 2},
     "Mistral": {"num_key_value_heads": 2, "sliding_window": 5},
     "Qwen3": {"num_key_value_heads": 1, "head_dim": 16},  # fewer key heads than ranks
     "GptOss": {"num_key_value_heads": 2, **SINKS},  # eager attention, a parameter for each head
-    "Phi3": {"num_key_value_heads": 4, "pad_token_id": 0, **LONG},  # long frequencies from 14 tokens on: not in a part
+    # long frequencies from 14 tokens on: not in a part
+    "Phi3": {"num_key_value_heads": 4, "pad_token_id": 0, **LONG},
 }
 OWN = {
     "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 48},
@@ -49,7 +63,9 @@ for _name in (*MODELS, *OWN, "Mamba", "MiniMax", "Lfm2"):  # here, so that no ra
 
 def build(name, **more):
     torch.manual_seed(0)
-    config = getattr(tf, f"{name}Config")(**{**SIZE, **MODELS.get(name, {}), **OWN.get(name, {}), **more})
+    config = getattr(tf, f"{name}Config")(
+        **{**SIZE, **MODELS.get(name, {}), **OWN.get(name, {}), **more}
+    )
     return getattr(tf, f"{name}ForCausalLM")(config).double()
 
 
@@ -68,8 +84,11 @@ def test_parity(name):
 
 @distributed(world_size=2, backend="gloo")
 def test_eager_attention_of_rows_that_are_padded_on_the_left():
-    """The last token of the padding has a label, and no key: eager attention takes the mean of all keys then."""
-    model = build("Llama", attn_implementation="eager").float()  # its softmax is float32, and nan for float64
+    """The last token of the padding has a label, and no key: eager attention takes the mean of all
+    keys then.
+    """
+    # its softmax is float32, and nan for float64
+    model = build("Llama", attn_implementation="eager").float()
     loss, grads = parity(model, [kinds(0)[1:2]], sp=2)
     assert max(loss, grads) < 1e-6
 
@@ -82,9 +101,12 @@ def test_adapters_checkpointed_blocks_and_four_ranks():
 
 @distributed(world_size=4, backend="gloo")
 def test_a_vision_language_model_splits_its_text():
-    loss, grads = parity(vision_language(), [[pictures(0), pictures(2, 18)], [pictures(1), pictures(3)]], sp=2)
+    loss, grads = parity(
+        vision_language(), [[pictures(0), pictures(2, 18)], [pictures(1), pictures(3)]], sp=2
+    )
     assert loss < 1e-14
-    assert grads < 1e-8  # the encoder's positions are float32, and its gradient is the sum of two parts
+    # the encoder's positions are float32, and its gradient is the sum of two parts
+    assert grads < 1e-8
 
 
 @distributed(world_size=2, backend="gloo")
@@ -126,13 +148,21 @@ def test_collectives_of_a_step(checkpointed):
             with accumulate(model, last=part is parts[-1]):
                 loss_of(model(**part).logits, part["labels"]).backward()
     layers, each = 2, 12 if checkpointed else 8
-    assert counts == dataclasses.replace(plan.collectives(2), all_to_alls=layers * each * len(parts))
+    assert counts == dataclasses.replace(
+        plan.collectives(2), all_to_alls=layers * each * len(parts)
+    )
 
 
 def test_memory_is_predicted():
-    """Half the tokens, and inside of attention all tokens of half the heads; counted on the sharded model."""
+    """Half the tokens, and inside of attention all tokens of half the heads; counted on the sharded
+    model.
+    """
     models = [build("Llama", attn_implementation="eager") for _ in range(3)]
-    plan, batch, parts = plan_model(models[0], mesh=MeshSpec.sharded(4)), {"input_ids": torch.ones(2, 100).long()}, []
+    plan, batch, parts = (
+        plan_model(models[0], mesh=MeshSpec.sharded(4)),
+        {"input_ids": torch.ones(2, 100).long()},
+        [],
+    )
 
     def split_batch(model):
         return split_sequence(model, training_mesh(sp=2)["sp"]).split(batch)
@@ -167,7 +197,11 @@ def test_bad_batches_are_errors_on_both_ranks():
         ),
         ({"input_ids": ids}, {"input_ids": ids, "weights": ids.float()}, "weights"),
         ({"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": ids.flip(0)}, "labels"),
-        ({"input_ids": ids, "attention_mask": left}, {"input_ids": ids, "attention_mask": right}, "attention_mask"),
+        (
+            {"input_ids": ids, "attention_mask": left},
+            {"input_ids": ids, "attention_mask": right},
+            "attention_mask",
+        ),
     ]
     for *batches, name in bad:
         with pytest.raises(ShardkitError, match=f"rank 1 differs from rank 0 in {name}"):
@@ -196,11 +230,20 @@ REFUSED = {
         "3 query heads and 3 key and value heads, on 2 ranks",
     ),
     "mamba": (lambda: build("Mamba"), "MambaForCausalLM takes no position_ids"),
-    "linear": (lambda: build("MiniMax"), "self_attn is a FSDPMiniMaxLightningAttention|self_attn is a MiniMaxL"),
-    "convolution": (lambda: build("Lfm2", layer_types=["conv", "full_attention"]), "layers.0.conv.* is a .*Conv"),
+    "linear": (
+        lambda: build("MiniMax"),
+        "self_attn is a FSDPMiniMaxLightningAttention|self_attn is a MiniMaxL",
+    ),
+    "convolution": (
+        lambda: build("Lfm2", layer_types=["conv", "full_attention"]),
+        "layers.0.conv.* is a .*Conv",
+    ),
     "own attention": (lambda: build("GPTNeo"), "does not run on"),
     "own positions": (lambda: build("OPT"), "has other logits"),
-    "mask": (lambda: Marked(build("Llama").config).double(), "seen masks attention by what a rank knows"),
+    "mask": (
+        lambda: Marked(build("Llama").config).double(),
+        "seen masks attention by what a rank knows",
+    ),
     "plain": (lambda: torch.nn.Linear(4, 4), "contain a model of transformers"),
 }
 
@@ -229,13 +272,17 @@ def test_gradients_must_be_summed_over_the_ranks():
 @distributed(world_size=2, backend="gloo")
 def test_ulysses_around_any_attention():
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 8, 4, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    query, key, value = (
+        torch.randn(2, heads, 8, 4, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)
+    )
     options = {"is_causal": True, "enable_gqa": True}
     whole = F.scaled_dot_product_attention(query, key, value, **options)
     whole.square().sum().backward()
     expected = [x.grad.clone() for x in (query, key, value)]
     parts = [x.detach().chunk(2, 2)[dist.get_rank()].requires_grad_() for x in (query, key, value)]
-    out = ulysses(F.scaled_dot_product_attention, mesh_of((2,), "sp").get_group())(*parts, **options)
+    out = ulysses(F.scaled_dot_product_attention, mesh_of((2,), "sp").get_group())(
+        *parts, **options
+    )
     assert torch.equal(out, whole.detach().chunk(2, 2)[dist.get_rank()])
     assert out.is_contiguous()  # models view it
     out.square().sum().backward()
@@ -247,6 +294,7 @@ def test_heads_are_dealt():
     assert deal(8, 8, 4) == Heads(queries=2, keys=2, copies=1)
     assert deal(8, 2, 4) == Heads(queries=2, keys=1, copies=2)
     assert deal(12, 3, 2) == Heads(queries=6, keys=3, copies=2)
-    assert deal(6, 2, 3) == Heads(queries=2, keys=2, copies=3)  # the middle rank serves halves of both key heads
+    # the middle rank serves halves of both key heads
+    assert deal(6, 2, 3) == Heads(queries=2, keys=2, copies=3)
     with pytest.raises(PlanError, match="6 query heads and 2 key and value heads, on 4 ranks"):
         deal(6, 2, 4)

@@ -52,7 +52,11 @@ class Model(Decoder):
         for layer in self.layers:
             x = layer(x)
         x = self.norm(x)
-        return self.head(x).clone() if targets is None else tiled_loss(self.head, x, targets, tiles=self.tiles)
+        return (
+            self.head(x).clone()
+            if targets is None
+            else tiled_loss(self.head, x, targets, tiles=self.tiles)
+        )
 
 
 def whole_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -60,13 +64,20 @@ def whole_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Micro-batches: uneven numbers of tokens and labels, tokens without any label, and none at all."""
+    """Micro-batches: uneven numbers of tokens and labels, tokens without any label, and none at
+    all.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number, shape in enumerate([(2, 7 + seed), (1, 2), (3, 5), (1, 0)]):
         tokens = torch.randint(WORDS, shape, generator=generator)
         labels = torch.randint(WORDS, shape, generator=generator)
-        found.append((tokens, labels.masked_fill(torch.rand(shape, generator=generator) < number / 2 + 0.1, -100)))
+        found.append(
+            (
+                tokens,
+                labels.masked_fill(torch.rand(shape, generator=generator) < number / 2 + 0.1, -100),
+            )
+        )
     return found
 
 
@@ -75,7 +86,12 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "of the root": {"units": "layers.*"},
     "alone, resharded": {"units": [by_name("head", reshard_after_forward=True), "layers.*"]},
-    "cast": {"units": [by_name("head", mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32)), "layers.*"]},
+    "cast": {
+        "units": [
+            by_name("head", mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32)),
+            "layers.*",
+        ]
+    },
     "resharded": {
         "units": [group("norm", "head", reshard_after_forward=True), "layers.*"],
         "checkpoint_activations": True,
@@ -118,7 +134,9 @@ def test_losses_and_gradients_are_those_of_the_whole() -> None:
         assert counts == plan.collectives(), name
         with torch.no_grad():
             found, logits = model(*mine[0]), model(mine[0][0])
-        whole = F.cross_entropy(logits.flatten(0, 1).double(), mine[0][1].flatten(), reduction="sum")
+        whole = F.cross_entropy(
+            logits.flatten(0, 1).double(), mine[0][1].flatten(), reduction="sum"
+        )
         torch.testing.assert_close(found, whole, rtol=1e-6, atol=0)
 
 
@@ -129,7 +147,9 @@ def test_logits_are_never_whole_and_memory_is_predicted() -> None:
             model = Model(tied=False, words=401)
             model.tiles = tiles
             plan = plan_model(model, mesh=MeshSpec.sharded(4), mp_policy=policy)
-            row = estimate(model, plan=plan, batch=(tokens, tokens), optimizer="none", loss=lambda loss: loss)["ZeRO-3"]
+            row = estimate(
+                model, plan=plan, batch=(tokens, tokens), optimizer="none", loss=lambda loss: loss
+            )["ZeRO-3"]
             peak = counted_peak(model, plan, lambda m: m(tokens, tokens).backward())
             assert row.peak is not None
             assert row.peak.total - 2 * tokens.nbytes == pytest.approx(peak, rel=0.02)
@@ -144,7 +164,10 @@ def test_other_losses() -> None:
     """Capped logits and weights of tokens, which bf16 does not round."""
     torch.manual_seed(0)
     head = nn.Linear(4, 9)
-    hidden, labels = torch.randn(2, 5, 4), torch.stack([torch.randint(9, (2, 5)).float(), torch.rand(2, 5)], -1)
+    hidden, labels = (
+        torch.randn(2, 5, 4),
+        torch.stack([torch.randint(9, (2, 5)).float(), torch.rand(2, 5)], -1),
+    )
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         each = F.cross_entropy(3 * torch.tanh(logits / 3), labels[:, 0].long(), reduction="none")
@@ -155,13 +178,25 @@ def test_other_losses() -> None:
     seen = []
     with fake_world(1):
         shard_model(head, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        tiled_loss(head, hidden, labels, tiles=1, loss=lambda logits, given: seen.append(given) or logits.sum())
+        tiled_loss(
+            head,
+            hidden,
+            labels,
+            tiles=1,
+            loss=lambda logits, given: seen.append(given) or logits.sum(),
+        )
     assert torch.equal(seen[0], labels.flatten(0, 1))
 
 
 def test_bad_arguments_and_the_head_as_it_was() -> None:
-    head, hidden, labels = nn.Linear(4, 9), torch.randn(2, 5, 4), torch.zeros(2, 5, dtype=torch.long)
-    with pytest.raises(ShardkitError, match=re.escape("labels have shape (2, 4), and hidden has (2, 5, 4).")):
+    head, hidden, labels = (
+        nn.Linear(4, 9),
+        torch.randn(2, 5, 4),
+        torch.zeros(2, 5, dtype=torch.long),
+    )
+    with pytest.raises(
+        ShardkitError, match=re.escape("labels have shape (2, 4), and hidden has (2, 5, 4).")
+    ):
         tiled_loss(head, hidden, labels[:, 1:], tiles=2)
     with pytest.raises(IndexError):
         tiled_loss(head, hidden, labels + 9, tiles=2)
@@ -173,27 +208,37 @@ def test_bad_arguments_and_the_head_as_it_was() -> None:
     model = Model(tied=False)
     with fake_world(2):
         shard_model(model, units="layers.*")
-        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor"):  # parameters of the root's unit
+        # parameters of the root's unit
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor"):
             tiled_loss(model.head, torch.randn(2, 5, 8), labels, tiles=2)
 
 
 @distributed(world_size=2)
 def test_in_the_forward_of_a_model_of_transformers_whose_sequences_are_split() -> None:
     class Llama(transformers.LlamaForCausalLM):
-        def forward(self, input_ids: Any = None, position_ids: Any = None, targets: Any = None, **rest: Any) -> Any:
+        def forward(
+            self, input_ids: Any = None, position_ids: Any = None, targets: Any = None, **rest: Any
+        ) -> Any:
             if targets is None:
                 return super().forward(input_ids, position_ids=position_ids, **rest)
             hidden = self.model(input_ids, position_ids=position_ids, **rest).last_hidden_state
             return tiled_loss(self.lm_head, hidden, targets, tiles=3)
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
     config = transformers.LlamaConfig(vocab_size=WORDS, **sizes, tie_word_embeddings=True)
     torch.manual_seed(0)
     plain = Llama(config).double()
     model = shard_model(copy.deepcopy(plain))
     ids, labels = batches(0)[2]
     logits = plain(ids, use_cache=False).logits  # transformers' own loss is in float32
-    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    expected = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
     expected.backward()
     sequence = split_sequence(model, mesh_of((2,))["dp_shard"])
     part = sequence.split({"input_ids": ids, "labels": labels})

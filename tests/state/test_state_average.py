@@ -22,7 +22,9 @@ from shardkit.testing import distributed, fake_world
 
 def build(shape: tuple[int, ...] | None = None, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 6), nn.Linear(6, 11))
+    net = nn.Sequential(
+        nn.Embedding(11, 6), nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 6), nn.Linear(6, 11)
+    )
     net[4].weight = net[0].weight  # tied
     net[3].bias.requires_grad_(False)
     return net if shape is None else shard_model(net, mesh=mesh_of(shape))
@@ -56,7 +58,9 @@ def test_the_bits_of_the_average_of_the_plain_model(shape, tmp_path):
     for decay, use_buffers in ((0.9, False), (0.3, True), (None, False), (warm_up, True)):
         model, plain = build(shape), build()
         multi_avg_fn = (
-            get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay if decay != warm_up else 1)
+            get_swa_multi_avg_fn()
+            if decay is None
+            else get_ema_multi_avg_fn(decay if decay != warm_up else 1)
         )
         average, expected = (
             sharded_average(model, decay, use_buffers=use_buffers),
@@ -71,7 +75,9 @@ def test_the_bits_of_the_average_of_the_plain_model(shape, tmp_path):
             expected.update_parameters(plain)
         check(full(average), expected.state_dict())
         assert not torch.equal(expected.module[1].weight, plain[1].weight), "averaged nothing"
-        assert average.module.get_submodule("3").bias is model[3].bias, "a frozen parameter has no copy"
+        assert average.module.get_submodule("3").bias is model[3].bias, (
+            "a frozen parameter has no copy"
+        )
         with average.swapped(model) as swapped:
             check(full(swapped), expected.module.state_dict())
             with pytest.raises(ShardkitError, match=r"was called inside of swapped\(\)"):
@@ -129,7 +135,9 @@ def test_units_that_are_gathered_compute_with_the_average_and_then_with_their_ow
     with average.swapped(model):
         averaged = model(tokens).detach()
     plain = build().eval()
-    plain.load_state_dict({name[7:]: value for name, value in full(average).items() if name != "n_averaged"})
+    plain.load_state_dict(
+        {name[7:]: value for name, value in full(average).items() if name != "n_averaged"}
+    )
     assert torch.allclose(averaged, plain(tokens), atol=1e-5)
     assert not torch.allclose(averaged, own, atol=1e-3)
     assert torch.equal(model(tokens), own)

@@ -1,4 +1,6 @@
-"""Full tensors gathered and scattered by boxes, on every kind of mesh, to the bit; and which messages that takes."""
+"""Full tensors gathered and scattered by boxes, on every kind of mesh, to the bit; and which
+messages that takes.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,17 @@ PLACEMENTS = [
     ((2, 2), [Shard(0), Shard(1)]),
     ((2, 1, 2), [Replicate(), Shard(0), Replicate()]),
 ]
-SHAPES = [(7, 5), (1, 3), (4, 0), (300, 301)]  # the last travels alone, also in parts that are not contiguous
+# the last travels alone, also in parts that are not contiguous
+SHAPES = [(7, 5), (1, 3), (4, 0), (300, 301)]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def placed(shape: tuple[int, ...], placements: list, number: int, dtype: torch.dtype = torch.float32) -> DTensor:
+def placed(
+    shape: tuple[int, ...], placements: list, number: int, dtype: torch.dtype = torch.float32
+) -> DTensor:
     full, mesh = values((*SHAPES[number],), dtype), mesh_of(shape, *MESHES[shape])
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
@@ -43,11 +48,16 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(as_bytes(one), as_bytes(other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool]
+)
 @distributed(world_size=4, backend="gloo")
 def test_gathered_and_scattered_they_are_the_same(dtype):
     tensors = {
-        f"{mesh} {places} {number}": (placed(mesh, places, number, dtype), values(SHAPES[number], dtype))
+        f"{mesh} {places} {number}": (
+            placed(mesh, places, number, dtype),
+            values(SHAPES[number], dtype),
+        )
         for mesh, places in PLACEMENTS
         for number in range(len(SHAPES))
     }
@@ -61,14 +71,24 @@ def test_gathered_and_scattered_they_are_the_same(dtype):
     for like in likes.values():
         like.to_local().zero_()
     scatter((Move(t, v if ranks.is_root else None, dtype) for t, v in tensors.values()), ranks)
-    assert all(equal(full, tensors[name][1]) for name, full in gather(likes.items(), ranks, everywhere=True))
+    assert all(
+        equal(full, tensors[name][1])
+        for name, full in gather(likes.items(), ranks, everywhere=True)
+    )
 
 
-@pytest.mark.parametrize("layout", ["plain", "fsdp", "hsdp", "tensor_parallel", "three_axes", "columns"])
+@pytest.mark.parametrize(
+    "layout", ["plain", "fsdp", "hsdp", "tensor_parallel", "three_axes", "columns"]
+)
 @distributed(world_size=4, backend="gloo")
 def test_a_scatter_converts_once_and_counts_as_a_write(layout):
-    state = {n: t for n, t in LAYOUTS[layout](seeded(Net)).state_dict().items() if getattr(t, "ndim", 0)}
-    ranks, before = model_group(state.values()), {name: tensor._version for name, tensor in state.items()}
+    state = {
+        n: t for n, t in LAYOUTS[layout](seeded(Net)).state_dict().items() if getattr(t, "ndim", 0)
+    }
+    ranks, before = (
+        model_group(state.values()),
+        {name: tensor._version for name, tensor in state.items()},
+    )
     for dtype in (torch.float64, torch.bfloat16):
         fulls = {name: values(tuple(tensor.shape), dtype) for name, tensor in state.items()}
         moves = [Move(tensor, fulls[name], dtype) for name, tensor in state.items()]
@@ -79,7 +99,9 @@ def test_a_scatter_converts_once_and_counts_as_a_write(layout):
         assert all(equal(local_value(tensor), parts[name]) for name, tensor in state.items())
         for name, tensor in gather(state.items(), ranks, dtype=dtype, everywhere=True):
             expected = fulls[name].to(state[name].dtype)
-            assert equal(tensor, expected.to(dtype) if expected.is_floating_point() else expected), name
+            assert equal(
+                tensor, expected.to(dtype) if expected.is_floating_point() else expected
+            ), name
 
 
 @distributed(world_size=4, backend="gloo")
@@ -97,7 +119,9 @@ def test_the_all_gather_of_other_backends_gives_the_same():
 
 
 def large(width: int = 256) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, 4 * width, bias=False) for _ in range(3)), nn.Linear(4 * width, 8))
+    return nn.Sequential(
+        *(nn.Linear(width, 4 * width, bias=False) for _ in range(3)), nn.Linear(4 * width, 8)
+    )
 
 
 def count_of(model: nn.Module, **options: bool) -> dict[str, int]:

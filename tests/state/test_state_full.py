@@ -1,4 +1,6 @@
-"""full_state_dict and sharded_state_dict: what state_dict() of the unsharded model gives, on the right ranks."""
+"""full_state_dict and sharded_state_dict: what state_dict() of the unsharded model gives, on the
+right ranks.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_dtype_is_of_floating_point_tensors(layout, dtype):
 def test_no_values_no_state():
     with torch.device("meta"):
         model = fsdp(Net())
-    with pytest.raises(ShardkitError, match=r"embed\.weight, .* on the meta device\. .*Materialize the model"):
+    with pytest.raises(
+        ShardkitError, match=r"embed\.weight, .* on the meta device\. .*Materialize the model"
+    ):
         full_state_dict(model)
 
 
@@ -84,14 +88,22 @@ def test_arguments_that_differ_between_ranks_are_named_on_every_rank():
 
     calls = {
         ("full_state_dict", "rank0_only"): lambda: full_state_dict(model, rank0_only=odd),
-        ("full_state_dict", r"dtype \(torch.bfloat16 instead of None"): lambda: full_state_dict(model, dtype=dtype),
-        ("named_full_tensors", "rank0_only"): lambda: next(named_full_tensors(model, rank0_only=odd)),
+        ("full_state_dict", r"dtype \(torch.bfloat16 instead of None"): lambda: full_state_dict(
+            model, dtype=dtype
+        ),
+        ("named_full_tensors", "rank0_only"): lambda: next(
+            named_full_tensors(model, rank0_only=odd)
+        ),
         ("load_full_state_dict", "src"): lambda: load_full_state_dict(model, state, src=src),
-        ("full_", "call"): lambda: full_state_dict(model) if odd else full_params(model).__enter__(),
+        ("full_", "call"): lambda: (
+            full_state_dict(model) if odd else full_params(model).__enter__()
+        ),
         ("full_params", "with_grads"): lambda: full_params(model, with_grads=odd).__enter__(),
     }
     for (name, argument), call in calls.items():
-        with pytest.raises(ShardkitError, match=f"{name}.* rank 1 differs from rank 0 in .*{argument}"):
+        with pytest.raises(
+            ShardkitError, match=f"{name}.* rank 1 differs from rank 0 in .*{argument}"
+        ):
             call()
     assert_same_state(full_state_dict(model, rank0_only=False), state)
 

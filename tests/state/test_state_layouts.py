@@ -29,12 +29,21 @@ def test_every_function_gives_and_takes_the_plain_values(layout):
     layout = LAYOUTS.get(layout, stage)
     expected, some = values_of(*built(plain)), layout is stage
     net, optimizer = built(layout)
-    state, moments = full_state_dict(net, rank0_only=False), full_optimizer_state_dict(net, optimizer, rank0_only=False)
-    found = state | {f"{n}/{key}": value for n, entry in moments["state"].items() for key, value in entry.items()}
+    state, moments = (
+        full_state_dict(net, rank0_only=False),
+        full_optimizer_state_dict(net, optimizer, rank0_only=False),
+    )
+    found = state | {
+        f"{n}/{key}": value for n, entry in moments["state"].items() for key, value in entry.items()
+    }
     assert_equal(found, expected, some=some)
     assert_equal(dict(named_full_tensors(net)), expected, some=True)
     with full_params(net, writeback=True):
-        assert_equal({name: param.detach().clone() for name, param in net.named_parameters()}, expected, some=True)
+        assert_equal(
+            {name: param.detach().clone() for name, param in net.named_parameters()},
+            expected,
+            some=True,
+        )
     lead, lead_moments = full_state_dict(net), full_optimizer_state_dict(net, optimizer)
     for src, given, entries in (("all", state, moments), ("rank0", lead, lead_moments)):
         other, stepped = built(layout, seed=2)
@@ -68,7 +77,9 @@ def test_one_norm_across_stages(p):
     assert apart < expected or p == torch.inf
     wanted = {name: param.grad for name, param in whole.named_parameters()}
     for name, param in net.named_parameters():
-        assert param.grad is None or torch.allclose(param.grad.full_tensor(), wanted[name], rtol=1e-5), name
+        assert param.grad is None or torch.allclose(
+            param.grad.full_tensor(), wanted[name], rtol=1e-5
+        ), name
     assert len({float(each) for each in gathered(norm)}) == 1
 
 

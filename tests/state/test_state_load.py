@@ -1,4 +1,6 @@
-"""load_full_state_dict: the dict's values in every layout, checked before anything changes, each rank its own part."""
+"""load_full_state_dict: the dict's values in every layout, checked before anything changes, each
+rank its own part.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def other_values(build=Net) -> dict[str, object]:
     """A state that no seeded model has."""
     state = build().state_dict()
     return {
-        name: (value * 3 + 1).to(value.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        name: (value * 3 + 1).to(value.dtype)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
         for name, value in state.items()
     } | ({"_extra_state": "two"} if "_extra_state" in state else {})
 
@@ -75,7 +79,9 @@ def test_meta_models_are_materialized(layout, src):
     assert_same_state(full_state_dict(model, rank0_only=False), state)
     assert torch.equal(model.table, torch.ones(3)), "not in the dict, but in the construction"
     assert model.head.weight is model.embed.weight
-    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
+        id(p) for p in model.parameters()
+    }
     model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
     optimizer.step()
 
@@ -85,7 +91,8 @@ def test_meta_models_are_materialized(layout, src):
 @distributed(world_size=4, backend="gloo")
 def test_values_become_the_models_dtype_or_with_assign_the_dicts(dtype, src):
     state = {
-        n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in full_other_values().items()
+        n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+        for n, v in full_other_values().items()
     }
     model = fsdp(seeded(Net))
     load_full_state_dict(model, source(state, src), src=src)
@@ -103,7 +110,9 @@ def test_values_become_the_models_dtype_or_with_assign_the_dicts(dtype, src):
 def test_names_with_wrappers_and_one_name_of_a_tie():
     state = full_other_values()
     renamed = {
-        ("_orig_mod." + name).replace("blocks.0.", "blocks.0._checkpoint_wrapped_module."): state[name]
+        ("_orig_mod." + name).replace("blocks.0.", "blocks.0._checkpoint_wrapped_module."): state[
+            name
+        ]
         for name in state
     }
     del renamed["_orig_mod.embed.weight"]
@@ -117,7 +126,9 @@ def test_names_with_wrappers_and_one_name_of_a_tie():
 
 @distributed(world_size=4, backend="gloo")
 def test_every_rank_is_sent_its_own_part_and_nothing_when_all_have_the_dict():
-    model = fsdp(nn.Sequential(*(nn.Linear(256, 1024, bias=False) for _ in range(3)), nn.Linear(1024, 8)))
+    model = fsdp(
+        nn.Sequential(*(nn.Linear(256, 1024, bias=False) for _ in range(3)), nn.Linear(1024, 8))
+    )
     state = full_state_dict(model, rank0_only=False)
     with comm_counts() as counts:
         load_full_state_dict(model, source(state, "rank0"))
@@ -142,7 +153,10 @@ def test_everything_that_does_not_fit_is_listed_at_once(src):
     with pytest.raises(ShardkitError) as caught:
         load_full_state_dict(model, source(state, src), src=src)
     text = str(caught.value)
-    assert "state_dict does not match: 2 of a different shape or dtype, 2 missing, 1 unexpected" in text
+    assert (
+        "state_dict does not match: 2 of a different shape or dtype, 2 missing, 1 unexpected"
+        in text
+    )
     for part in (
         "- missing: gain",
         "- missing: blocks.1.up.bias",
@@ -177,7 +191,9 @@ def test_an_error_of_one_rank_is_raised_by_all():
     with pytest.raises(ShardkitError, match="DTensor"):
         load_full_state_dict(model, source(model.state_dict(), "rank0"))
     with pytest.raises(ShardkitError, match="meta device"):
-        load_full_state_dict(model, source({**state, "gain": torch.ones(1, device="meta")}, "rank0"))
+        load_full_state_dict(
+            model, source({**state, "gain": torch.ones(1, device="meta")}, "rank0")
+        )
     with pytest.raises(ShardkitError, match=r"src must be .*rank1"):
         load_full_state_dict(model, state, src="rank1")
     assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
@@ -192,7 +208,9 @@ def test_what_a_hook_made_cannot_be_written_to():
     model = fsdp(nn.Sequential(nn.Linear(4, 3)))
     model[0].register_state_dict_post_hook(transpose)
     with pytest.raises(ShardkitError, match=r"0\.weight was replaced by a hook on state_dict"):
-        load_full_state_dict(model, {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(3)}, src="all")
+        load_full_state_dict(
+            model, {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(3)}, src="all"
+        )
 
 
 class WithExtraTensor(nn.Linear):
@@ -222,7 +240,9 @@ def test_different_values_of_one_tied_tensor_are_reported():
     state["head.weight"][0, 0] += 1
     model = fsdp(seeded(Net))
     for src in ("rank0", "all"):
-        with pytest.raises(ShardkitError, match=r"head\.weight differs from embed\.weight|ranks: 1 failed"):
+        with pytest.raises(
+            ShardkitError, match=r"head\.weight differs from embed\.weight|ranks: 1 failed"
+        ):
             load_full_state_dict(model, source(state, src), src=src)
         assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
     load_full_state_dict(model, source(state, "rank0"), strict=False)
@@ -243,7 +263,9 @@ def test_a_process_alone_needs_no_group():
 def test_a_buffer_that_nothing_gives_a_value_is_named():
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(ShardkitError, match="table was made on the meta device outside init_on_meta"):
+    with pytest.raises(
+        ShardkitError, match="table was made on the meta device outside init_on_meta"
+    ):
         load_full_state_dict(model, full_other_values())
     assert model.embed.weight.is_meta
 

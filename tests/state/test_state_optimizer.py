@@ -1,4 +1,6 @@
-"""Optimizer state by FQN: gathered as torch gathers it, and restored so that training goes on to the bit."""
+"""Optimizer state by FQN: gathered as torch gathers it, and restored so that training goes on to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,11 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 class RowSums(Optimizer):
-    """State of a shape that is not the parameter's, as factored optimizers have it, and some that is no tensor.
+    """State of a shape that is not the parameter's, as factored optimizers have it, and some that
+    is no tensor.
 
-    torch's Adafactor itself cannot step on DTensors (torch 2.13: "in-place operations that require placement
-    changes are not supported").
+    torch's Adafactor itself cannot step on DTensors (torch 2.13: "in-place operations that require
+    placement changes are not supported").
     """
 
     def __init__(self, groups: list[dict]) -> None:
@@ -55,7 +58,9 @@ class RowSums(Optimizer):
                     if not state:
                         state["rows"] = param.grad.new_zeros(param.shape[0])
                         state["seen"], state["nested"] = 0, {"history": []}
-                    state["rows"].add_(param.grad.abs().flatten(1).sum(1) if param.ndim > 1 else param.grad.abs())
+                    state["rows"].add_(
+                        param.grad.abs().flatten(1).sum(1) if param.ndim > 1 else param.grad.abs()
+                    )
                     state["seen"] += 1
                     state["nested"]["history"].append(state["seen"])
                     scale = group["lr"] / (1 + _full(state["rows"]).mean().item() * state["seen"])
@@ -63,7 +68,9 @@ class RowSums(Optimizer):
 
 
 class Beside(Optimizer):
-    """State beside that of parameters: under a name, and in an entry of its own of the state dict."""
+    """State beside that of parameters: under a name, and in an entry of its own of
+    the state dict.
+    """
 
     def __init__(self, groups: list[dict]) -> None:
         super().__init__(groups, {"lr": 0.01})
@@ -75,7 +82,9 @@ class Beside(Optimizer):
         self.total += 1
         for group in self.param_groups:
             for param in (param for param in group["params"] if param.grad is not None):
-                param.add_(param.grad, alpha=-group["lr"] * self.state["k"].item() / (self.total + 1))
+                param.add_(
+                    param.grad, alpha=-group["lr"] * self.state["k"].item() / (self.total + 1)
+                )
 
     def state_dict(self) -> dict:
         return {**super().state_dict(), "total": self.total}
@@ -92,7 +101,9 @@ def _full(tensor: Tensor) -> Tensor:
 OPTIMIZERS: dict[str, Callable[[list[dict]], Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
     "adam_amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, foreach=False),
-    "adamw_tensor_lr": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.01), foreach=False),
+    "adamw_tensor_lr": lambda groups: torch.optim.AdamW(
+        groups, lr=torch.tensor(0.01), foreach=False
+    ),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
     "row_sums": lambda groups: RowSums(groups),
@@ -128,7 +139,8 @@ def test_training_goes_on_to_the_bit_in_a_fresh_model_and_optimizer(name):
     assert train(model, optimizer, range(2, 4)) == expected
 
 
-@pytest.mark.parametrize("layout", ["offloaded", "tensor_parallel", "wrapped"])  # others in test_state_layouts
+# others in test_state_layouts
+@pytest.mark.parametrize("layout", ["offloaded", "tensor_parallel", "wrapped"])
 @distributed(world_size=4, backend="gloo")
 def test_every_layout_gathers_and_takes_the_same_state(layout):
     donor = fsdp(seeded(Net))
@@ -140,8 +152,12 @@ def test_every_layout_gathers_and_takes_the_same_state(layout):
     for src in ("rank0", "all"):
         model = LAYOUTS[layout](seeded(Net))
         fresh = OPTIMIZERS["adamw"](two_groups(model))
-        load_full_optimizer_state_dict(model, fresh, full if src == "all" or dist.get_rank() == 0 else {}, src=src)
-        moments = fresh.state[next(p for n, p in model.named_parameters() if n.endswith(".up.weight"))]
+        load_full_optimizer_state_dict(
+            model, fresh, full if src == "all" or dist.get_rank() == 0 else {}, src=src
+        )
+        moments = fresh.state[
+            next(p for n, p in model.named_parameters() if n.endswith(".up.weight"))
+        ]
         assert isinstance(moments["exp_avg"], DTensor)
         assert not isinstance(moments["step"], DTensor)
         assert_same(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
@@ -152,7 +168,8 @@ def test_every_layout_gathers_and_takes_the_same_state(layout):
 def test_torch_gathers_the_same_and_each_loads_the_others(name):
     make = OPTIMIZERS[name]
     model = fsdp(seeded(Net))
-    optimizer = make([{"params": list(model.parameters())}])  # torch cannot load an empty group of several
+    # torch cannot load an empty group of several
+    optimizer = make([{"params": list(model.parameters())}])
     train(model, optimizer, range(2))
     theirs = get_optimizer_state_dict(model, optimizer, options=FULL)
     ours = full_optimizer_state_dict(model, optimizer, rank0_only=False)
@@ -162,15 +179,21 @@ def test_torch_gathers_the_same_and_each_loads_the_others(name):
     assert_same(full_optimizer_state_dict(model, fresh, rank0_only=False), ours)
     if ours["state"]:  # without any torch raises "Expected device to be set"
         other = make([{"params": list(model.parameters())}])
-        set_optimizer_state_dict(model, other, ours, options=StateDictOptions(full_state_dict=True, strict=False))
-        assert_same(full_optimizer_state_dict(model, other, rank0_only=False)["state"], ours["state"])
+        set_optimizer_state_dict(
+            model, other, ours, options=StateDictOptions(full_state_dict=True, strict=False)
+        )
+        assert_same(
+            full_optimizer_state_dict(model, other, rank0_only=False)["state"], ours["state"]
+        )
 
 
 @distributed(world_size=2, backend="gloo")
 def test_parameters_without_gradients_frozen_ones_and_several_optimizers():
     def optimizers(model: nn.Module) -> list[Optimizer]:
         inside = list(model.blocks.parameters())
-        rest = [param for param in model.parameters() if all(param is not other for other in inside)]
+        rest = [
+            param for param in model.parameters() if all(param is not other for other in inside)
+        ]
         return [torch.optim.SGD(inside, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.01)]
 
     model = fsdp(seeded(Net))
@@ -190,7 +213,10 @@ def test_parameters_without_gradients_frozen_ones_and_several_optimizers():
 @distributed(world_size=2, backend="gloo")
 def test_a_load_replaces_all_state_and_writes_lr_tensors_in_place():
     model = fsdp(seeded(Net))
-    fresh, used = (torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False) for _ in range(2))
+    fresh, used = (
+        torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+        for _ in range(2)
+    )
     train(model, used, range(1))
     empty = full_optimizer_state_dict(model, fresh, rank0_only=False)
     assert empty["state"] == {}
@@ -253,8 +279,15 @@ def test_what_does_not_fit_is_listed_and_changes_nothing(src):
     moved = bad["param_groups"][2]["params"].pop()
     bad["param_groups"][1] |= {"params": [moved], "lr": 0.5}
     with pytest.raises(ShardkitError) as caught:
-        load_full_optimizer_state_dict(model, optimizer, bad if src == "all" or dist.get_rank() == 0 else {}, src=src)
-    for part in ("missing: gain", "unexpected: stranger", "with different options: group of", ": lr"):
+        load_full_optimizer_state_dict(
+            model, optimizer, bad if src == "all" or dist.get_rank() == 0 else {}, src=src
+        )
+    for part in (
+        "missing: gain",
+        "unexpected: stranger",
+        "with different options: group of",
+        ": lr",
+    ):
         assert part in str(caught.value), str(caught.value)
     with pytest.raises(ShardkitError, match="State by number"):
         load_full_optimizer_state_dict(model, optimizer, optimizer.state_dict(), src=src)
@@ -272,5 +305,7 @@ def test_state_that_one_rank_lacks_is_an_error_on_both():
     if dist.get_rank() == 1:
         model[0].weight.grad = None
     optimizer.step()
-    with pytest.raises(ShardkitError, match=r"rank 1 differs from rank 0 in which tensors are sharded"):
+    with pytest.raises(
+        ShardkitError, match=r"rank 1 differs from rank 0 in which tensors are sharded"
+    ):
         full_optimizer_state_dict(model, optimizer)

@@ -39,7 +39,9 @@ def test_inside_they_are_the_plain_models_and_afterwards_the_same_objects(layout
         assert registry(model) != before
     with full_params(model):
         found = dict(model.named_parameters())
-        for (name, param), (_, expected) in zip(found.items(), plain.named_parameters(), strict=True):
+        for (name, param), (_, expected) in zip(
+            found.items(), plain.named_parameters(), strict=True
+        ):
             assert type(param) is nn.Parameter, name
             assert torch.equal(param, expected), name
             assert param.requires_grad == expected.requires_grad, name
@@ -81,10 +83,13 @@ def test_writeback_goes_into_the_live_shards(layout, rank0_only):
             model.load_state_dict(double, strict=False)  # without buffers
     assert registry(model) == before
     expected = {
-        n: v * 2 if n in dict(Net().named_parameters(remove_duplicate=False)) else v for n, v in plain_state().items()
+        n: v * 2 if n in dict(Net().named_parameters(remove_duplicate=False)) else v
+        for n, v in plain_state().items()
     }
     assert_same_state(full_state_dict(model, rank0_only=False), expected)
-    assert {id(param) for param in optimizer.param_groups[0]["params"]} == {id(param) for param in model.parameters()}
+    assert {id(param) for param in optimizer.param_groups[0]["params"]} == {
+        id(param) for param in model.parameters()
+    }
     with torch.no_grad():
         plain = seeded(Net).eval()
         for param in plain.parameters():
@@ -116,7 +121,9 @@ def test_gradients_come_and_go_with_their_parameters(offload_to_cpu):
     for net in (plain, model):
         net(IDS).square().mean().backward()
     with full_params(model, writeback=True, with_grads=True, offload_to_cpu=offload_to_cpu):
-        for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        for (name, param), (_, expected) in zip(
+            model.named_parameters(), plain.named_parameters(), strict=True
+        ):
             assert (param.grad is None) == (expected.grad is None), name
             if param.grad is not None:
                 torch.testing.assert_close(param.grad, expected.grad, msg=name)
@@ -143,7 +150,10 @@ def test_an_error_inside_restores_and_writes_nothing():
         with pytest.raises(ZeroDivisionError), full_params(model, **options):
             spoil(model)
         assert registry(model) == before
-    with pytest.raises(ShardkitError, match="rank 2: ZeroDiv"), full_params(model, writeback=True, rank0_only=True):
+    with (
+        pytest.raises(ShardkitError, match="rank 2: ZeroDiv"),
+        full_params(model, writeback=True, rank0_only=True),
+    ):
         spoil(model, ranks=(2,))
     assert registry(model) == before
     assert_same_state(full_state_dict(model, rank0_only=False), plain_state())
@@ -195,11 +205,17 @@ def test_refused_in_a_forward_and_with_another_shape():
         model(torch.ones(2, 6))
     model = fsdp(seeded(Net))
     before = registry(model)
-    with pytest.raises(ShardkitError, match=r"gain has another shape"), full_params(model, writeback=True):
+    with (
+        pytest.raises(ShardkitError, match=r"gain has another shape"),
+        full_params(model, writeback=True),
+    ):
         model.gain = nn.Parameter(torch.ones(2))
     assert registry(model) == before
     model.gain.grad = torch.zeros_like(model.gain) if dist.get_rank() == 1 else None
-    with pytest.raises(ShardkitError, match="in which parameters have gradients"), full_params(model, with_grads=True):
+    with (
+        pytest.raises(ShardkitError, match="in which parameters have gradients"),
+        full_params(model, with_grads=True),
+    ):
         raise AssertionError("not reached")
 
 

@@ -1,4 +1,6 @@
-"""Optimizer state that torchao quantizes: given as its values, and quantized again by the optimizer that takes them."""
+"""Optimizer state that torchao quantizes: given as its values, and quantized again by the optimizer
+that takes them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(mesh: tuple[int, ...]) -> nn.Module:
-    """On 2 ranks the first weight has whole blocks on the second one only, and the others on both."""
+    """On 2 ranks the first weight has whole blocks on the second one only, and the
+    others on both.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(192, 129), nn.ReLU(), nn.Linear(129, 512), nn.Linear(512, 256))
     return fully_shard(net, mesh=mesh_of(mesh))
@@ -58,7 +62,9 @@ def test_values_go_to_fresh_and_used_optimizers_of_other_meshes_and_to_adamw(kin
         for key in MOMENTS:
             found, own = full["state"][name][key], optimizer.state[param][key]
             assert (type(found), found.dtype) == (Tensor, torch.float32)
-            assert torch.equal(local_value(distribute_tensor(found, own.device_mesh, own.placements)), values(own))
+            assert torch.equal(
+                local_value(distribute_tensor(found, own.device_mesh, own.placements)), values(own)
+            )
     ways = (((4,), kind, False), ((2, 2), kind, True), ((4,), "adamw", False))
     for mesh, made, used in ways if kind == "AdamW8bit" else ways[:1]:
         other = build(mesh)
@@ -71,7 +77,11 @@ def test_values_go_to_fresh_and_used_optimizers_of_other_meshes_and_to_adamw(kin
             for key in MOMENTS:
                 found, like = resumed.state[param][key], own.state[param][key]
                 local_value(like).copy_(
-                    local_value(distribute_tensor(full["state"][name][key], like.device_mesh, like.placements))
+                    local_value(
+                        distribute_tensor(
+                            full["state"][name][key], like.device_mesh, like.placements
+                        )
+                    )
                 )
                 assert type(local_value(found)) is type(local_value(like))
                 assert torch.equal(values(found), values(like)), (name, key)
@@ -83,7 +93,10 @@ def test_values_go_to_fresh_and_used_optimizers_of_other_meshes_and_to_adamw(kin
 @distributed(world_size=2, backend="gloo")
 def test_sharded_state_is_live_and_an_optimizer_beside_takes_no_step():
     net = build((2,))
-    both = [torchao.AdamW8bit(net[2].parameters()), torch.optim.SGD(net[3].parameters(), lr=0.1, momentum=0.9)]
+    both = [
+        torchao.AdamW8bit(net[2].parameters()),
+        torch.optim.SGD(net[3].parameters(), lr=0.1, momentum=0.9),
+    ]
     step(net, *both)
     with mock.patch.object(torch.optim.SGD, "step", None):  # as LBFGS's, which needs a closure
         full = full_optimizer_state_dict(net, both, rank0_only=False)
@@ -92,4 +105,6 @@ def test_sharded_state_is_live_and_an_optimizer_beside_takes_no_step():
     assert sharded["state"]["2.weight"]["exp_avg"] is both[0].state[net[2].weight]["exp_avg"]
     load_sharded_optimizer_state_dict(net, both, sharded)
     again = full_optimizer_state_dict(net, both, rank0_only=False)
-    assert torch.equal(again["state"]["3.weight"]["momentum_buffer"], full["state"]["3.weight"]["momentum_buffer"])
+    assert torch.equal(
+        again["state"]["3.weight"]["momentum_buffer"], full["state"]["3.weight"]["momentum_buffer"]
+    )

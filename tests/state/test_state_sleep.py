@@ -1,4 +1,6 @@
-"""sleep and wake: the device's memory is free in between, and training goes on bit for bit with the same objects."""
+"""sleep and wake: the device's memory is free in between, and training goes on bit for bit with the
+same objects.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from shardkit.testing import distributed
 class Uneven(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Linear(7, 3), nn.Linear(3, 1))
+        self.body = nn.Sequential(
+            nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Linear(7, 3), nn.Linear(3, 1)
+        )
         self.gain = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x):
@@ -42,7 +46,10 @@ def trained(shape: tuple[int, ...], naps: bool, local: bool) -> list[torch.Tenso
         if naps:
             sleep(model, optimizers)
             sleep(average)
-            assert sum(part.untyped_storage().nbytes() for part in held(model, average, *optimizers)) == 0
+            assert (
+                sum(part.untyped_storage().nbytes() for part in held(model, average, *optimizers))
+                == 0
+            )
             wake(model, optimizers)
             wake(average)
 
@@ -64,10 +71,18 @@ def held(*holders: object) -> list[torch.Tensor]:
     found = []
     for holder in holders:
         if isinstance(holder, nn.Module):
-            found += [*holder.parameters(), *holder.buffers(), *(p.grad for p in holder.parameters())]
+            found += [
+                *holder.parameters(),
+                *holder.buffers(),
+                *(p.grad for p in holder.parameters()),
+            ]
         else:
             found += [value for entry in holder.state.values() for value in entry.values()]
-    parts = (each.to_local() if isinstance(each, DTensor) else each for each in found if isinstance(each, torch.Tensor))
+    parts = (
+        each.to_local() if isinstance(each, DTensor) else each
+        for each in found
+        if isinstance(each, torch.Tensor)
+    )
     return [part.detach() for part in parts if part.numel()]
 
 
@@ -75,7 +90,9 @@ def held(*holders: object) -> list[torch.Tensor]:
 @distributed(world_size=4, backend="gloo")
 def test_training_with_naps_is_training_without(local):
     for shape in ((4,), (2, 2)):
-        for one, other in zip(trained(shape, False, local), trained(shape, True, local), strict=True):
+        for one, other in zip(
+            trained(shape, False, local), trained(shape, True, local), strict=True
+        ):
             assert torch.equal(one, other)
 
 
@@ -89,9 +106,15 @@ def test_what_needs_the_values_raises_until_wake(tmp_path):
     with pytest.raises(ShardkitError, match=r"AdamW.step\(\) was called while its model is asleep"):
         optimizer.step()
     sleep(model, optimizer)  # the model is already
-    with pytest.raises(ShardkitError, match=r"FSDPUneven is asleep.*Call wake\(model, optimizer\) first"):
+    with pytest.raises(
+        ShardkitError, match=r"FSDPUneven is asleep.*Call wake\(model, optimizer\) first"
+    ):
         model(x)
-    reads = [model.state_dict, lambda: shardkit.full_state_dict(model), lambda: full_params(model).__enter__()]
+    reads = [
+        model.state_dict,
+        lambda: shardkit.full_state_dict(model),
+        lambda: full_params(model).__enter__(),
+    ]
     reads += [model.unshard, lambda: model.first(x), lambda: model.load_state_dict({})]
     for read in reads:
         with pytest.raises(ShardkitError, match="FSDPUneven is asleep"):

@@ -1,4 +1,5 @@
-"""Every public function on a pretended accelerator: values as on the CPU, everything where it belongs, no host sync.
+"""Every public function on a pretended accelerator: values as on the CPU, everything where it
+belongs, no host sync.
 
 Two ranks of their own, for torch gives a process the device for good.
 """
@@ -17,7 +18,18 @@ import pytest
 import torch
 from memory_count import held
 from pretend import pretend_accelerator
-from pretend_cases import STARTS, adamw, check_same, devices, loss_of, made, mesh_on, net, plain, sharded
+from pretend_cases import (
+    STARTS,
+    adamw,
+    check_same,
+    devices,
+    loss_of,
+    made,
+    mesh_on,
+    net,
+    plain,
+    sharded,
+)
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -28,16 +40,24 @@ from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.state import asleep, sleep, wake
 from shardkit.testing import RankPool
 
-OFFLOADED = {"pinned": CPUOffloadPolicy(pin_memory=True), "pageable": CPUOffloadPolicy(pin_memory=False)}
+OFFLOADED = {
+    "pinned": CPUOffloadPolicy(pin_memory=True),
+    "pageable": CPUOffloadPolicy(pin_memory=False),
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "replicas": {"shape": (2, 1), "sync_module_states": True},
     "pinned": {"offload_policy": OFFLOADED["pinned"]},
     "pageable": {"offload_policy": OFFLOADED["pageable"]},
-    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "bf16": {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    },
     "recompute and prefetch": {"checkpoint_activations": True, "prefetch": 1},
     "kept": {"reshard_after_forward": False},
-    "scalars and offload": {"build": partial(net, scalar=True), "offload_policy": OFFLOADED["pinned"]},
+    "scalars and offload": {
+        "build": partial(net, scalar=True),
+        "offload_policy": OFFLOADED["pinned"],
+    },
 }
 
 
@@ -65,7 +85,7 @@ def steps(model: nn.Module, device: str, optimizer: Any, count: int = 2) -> list
     return results
 
 
-# ---- shard_model ------------------------------------------------------------------------------------------------
+# ---- shard_model ---------------------------------------------------------------------------------
 
 
 def check_settings(name: str) -> None:
@@ -81,13 +101,22 @@ def check_settings(name: str) -> None:
             results = steps(model, "pretend", optimizer)
             assert devices(each for pair in results for each in pair) == {"pretend"}, case
             check_places(model, home, case)
-            end = [results, *(dict(named) for named in (model.named_parameters(), model.named_buffers()))]
+            end = [
+                results,
+                *(dict(named) for named in (model.named_parameters(), model.named_buffers())),
+            ]
             first = first or plain(end)
             check_same(end, first, case)
         reference = sharded("cpu", "cpu", **on_cpu(settings))
         results = steps(reference, "cpu", adamw(reference.parameters()))
         if "mp_policy" not in settings:  # bfloat16 rounds more than one bound for float32 can say
-            end = [results, *(dict(named) for named in (reference.named_parameters(), reference.named_buffers()))]
+            end = [
+                results,
+                *(
+                    dict(named)
+                    for named in (reference.named_parameters(), reference.named_buffers())
+                ),
+            ]
             check_same(first, end, name, exactly=False)
 
 
@@ -98,7 +127,9 @@ def check_places(model: nn.Module, home: str, case: str, pinned: bool = True) ->
     if home == "cpu" and pinned:
         found = {shard.to_local().is_pinned() for shard in shards}
         assert found == {not case.startswith("pageable")}, case
-    assert devices(param for param in model.parameters() if not isinstance(param, DTensor)) <= {"pretend"}, case
+    assert devices(param for param in model.parameters() if not isinstance(param, DTensor)) <= {
+        "pretend"
+    }, case
     assert devices(model.buffers()) == {"pretend"}, case
 
 
@@ -107,9 +138,13 @@ def test_settings(ranks: RankPool, name: str) -> None:
     ranks.run(check_settings, name)
 
 
-# ---- what works on a sharded model -------------------------------------------------------------------------------
+# ---- what works on a sharded model ---------------------------------------------------------------
 
-ADAMW: dict[str, dict[str, Any]] = {"default": {}, "fused": {"fused": True}, "capturable": {"capturable": True}}
+ADAMW: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fused": {"fused": True},
+    "capturable": {"capturable": True},
+}
 
 
 def trained(options: dict[str, Any], **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -120,7 +155,9 @@ def trained(options: dict[str, Any], **settings: Any) -> tuple[nn.Module, torch.
 
 
 def check_optimizers(name: str, folder: str) -> None:
-    """Where state lies after a step, and after each way to load it; and that training goes on as it would have."""
+    """Where state lies after a step, and after each way to load it; and that training goes on as it
+    would have.
+    """
     options = ADAMW[name]
     for settings in ({}, {"offload_policy": OFFLOADED["pinned"]}):
         if name == "capturable" and settings:
@@ -130,7 +167,9 @@ def check_optimizers(name: str, folder: str) -> None:
         with pretend_accelerator():
             model, optimizer = trained(options, **settings)
             full = shardkit.full_optimizer_state_dict(model, optimizer)
-            assert devices(each for state in full.get("state", {}).values() for each in state.values()) <= {"cpu"}
+            assert devices(
+                each for state in full.get("state", {}).values() for each in state.values()
+            ) <= {"cpu"}
             pieces = copy.deepcopy(shardkit.state.sharded_optimizer_state_dict(model, optimizer))
             path = f"{folder}/{home}"
             shardkit.save_checkpoint(path, model=model, optimizer=optimizer)
@@ -154,7 +193,9 @@ def check_optimizers(name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADAMW)
-def test_optimizer_state_lies_where_a_step_needs_it(ranks: RankPool, name: str, tmp_path: Path) -> None:
+def test_optimizer_state_lies_where_a_step_needs_it(
+    ranks: RankPool, name: str, tmp_path: Path
+) -> None:
     ranks.run(check_optimizers, name, str(tmp_path))
 
 
@@ -192,10 +233,12 @@ def check_host_syncs() -> None:
         offloaded, _ = trained({}, offload_policy=OFFLOADED["pinned"])
         accelerator.syncs.clear()
         offloaded(tokens).sum().backward()
-        assert set(accelerator.syncs) == {"event"}  # FSDP2 waits for gradients on their way to the CPU
+        # FSDP2 waits for gradients on their way to the CPU
+        assert set(accelerator.syncs) == {"event"}
         accelerator.syncs.clear()
         shardkit.clip_grad_norm_(offloaded, 0.5)
-        assert sorted(accelerator.syncs) == ["copy to the device", "copy to the host"]  # one norm, one factor
+        # one norm, one factor
+        assert sorted(accelerator.syncs) == ["copy to the device", "copy to the host"]
 
 
 def check_states(folder: str) -> None:
@@ -218,17 +261,26 @@ def check_states(folder: str) -> None:
                 else:
                     shardkit.load_pretrained(other, f"{folder}/{home}")
                 check_places(other, home, "loaded", pinned=False)
-                check_same(dict(other.named_parameters()), dict(model.named_parameters()), (home, start, way))
+                check_same(
+                    dict(other.named_parameters()),
+                    dict(model.named_parameters()),
+                    (home, start, way),
+                )
                 loss_of(other, "pretend").backward()
             with shardkit.full_params(model):
                 assert devices(model.parameters()) == {home}
             found = held(model, optimizer)
             on_device = [found[name] for name in ("parameters", "optimizer")]
-            stays = sum(buffer.nbytes for buffer in model.buffers())  # also where parameters are offloaded
+            # also where parameters are offloaded
+            stays = sum(buffer.nbytes for buffer in model.buffers())
             if settings:
                 assert (on_device, found["on the CPU"] > 2 * stays) == ([stays, 0], True)
             else:
-                assert (min(on_device) > stays, found["on the CPU"]) == (True, 4 * len(optimizer.state))  # their steps
+                # their steps
+                assert (min(on_device) > stays, found["on the CPU"]) == (
+                    True,
+                    4 * len(optimizer.state),
+                )
 
 
 def test_state_in_memory_and_on_disk(ranks: RankPool, tmp_path: Path) -> None:
@@ -308,7 +360,9 @@ def check_drop_in(given: int | str | None) -> None:
             assert devices(model.parameters()) == {home}
         with FSDP.summon_full_params(model, offload_to_cpu=True, writeback=False):
             assert devices(model.parameters()) == {"cpu"}
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)):
+        with FSDP.state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)
+        ):
             assert devices(model.state_dict().values()) == {"cpu"}
 
 

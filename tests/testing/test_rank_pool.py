@@ -1,4 +1,6 @@
-"""RankPool: what it reports when ranks misbehave, that the next call is fine, and that no process is left."""
+"""RankPool: what it reports when ranks misbehave, that the next call is fine, and that no process
+is left.
+"""
 
 import os
 import random
@@ -21,7 +23,7 @@ LIMIT = 2.0  # seconds for calls that hang on purpose
 ENOUGH = 60  # seconds for a process to end that has been told to
 
 
-# --- RankPool: calls that work --------------------------------------------------------------------------------------
+# --- RankPool: calls that work --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,12 @@ def speak():
 
 
 def surroundings():
-    return os.getcwd(), os.environ.get("SHARDKIT_TEST_WORD"), os.environ["RANK"], os.environ["WORLD_SIZE"]
+    return (
+        os.getcwd(),
+        os.environ.get("SHARDKIT_TEST_WORD"),
+        os.environ["RANK"],
+        os.environ["WORLD_SIZE"],
+    )
 
 
 def destroy_group():
@@ -60,7 +67,9 @@ def destroy_group():
 
 def test_results_come_in_the_order_of_ranks_with_all_arguments():
     with RankPool(4) as four:
-        assert four.run(rank_and, 1, "two", key=[3]) == [(n, (1, "two"), {"key": [3]}) for n in range(4)]
+        assert four.run(rank_and, 1, "two", key=[3]) == [
+            (n, (1, "two"), {"key": [3]}) for n in range(4)
+        ]
 
 
 def test_every_call_starts_from_the_same_seeds_on_every_rank(pair):
@@ -96,7 +105,7 @@ def test_a_call_that_destroys_its_group_does_not_harm_the_next(pair):
     assert pair.run(dist.get_world_size) == [2, 2]
 
 
-# --- RankPool: calls that fail --------------------------------------------------------------------------------------
+# --- RankPool: calls that fail --------------------------------------------------------------------
 
 
 def raise_on_rank_1():
@@ -139,7 +148,9 @@ def return_a_lambda():
 
 
 def failure_of(ranks_of_two, function, *args, title):
-    """The failure's message; checks its first line, and that the next call works in new processes."""
+    """The failure's message; checks its first line, and that the next call works
+    in new processes.
+    """
     before = ranks_of_two.run(pid_of_rank)
     with pytest.raises(RankFailure, match=title) as failure:
         ranks_of_two.run(function, *args)
@@ -149,7 +160,11 @@ def failure_of(ranks_of_two, function, *args, title):
 
 
 def test_a_rank_that_raises_is_reported_with_its_traceback(pair):
-    text = failure_of(pair, raise_on_rank_1, title="raise_on_rank_1: rank 1 raised KeyError; rank 0 did not finish")
+    text = failure_of(
+        pair,
+        raise_on_rank_1,
+        title="raise_on_rank_1: rank 1 raised KeyError; rank 0 did not finish",
+    )
     assert text.count("KeyError: 'lost'") == 1
     assert 'raise KeyError("lost")' in text
     assert "worker.py" not in text  # our own frames say nothing
@@ -191,13 +206,17 @@ def test_a_rank_that_exits_is_named_with_its_code(pair):
 
 
 def test_a_return_value_that_cannot_be_pickled_is_reported(pair):
-    assert "return_a_lambda.<locals>.<lambda>" in failure_of(pair, return_a_lambda, title="ranks 0, 1 raised")
+    assert "return_a_lambda.<locals>.<lambda>" in failure_of(
+        pair, return_a_lambda, title="ranks 0, 1 raised"
+    )
 
 
-needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes that are not its children")
+needs_pidfd = pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="waits for processes that are not its children"
+)
 
 
-# --- RankPool: no process is left behind ----------------------------------------------------------------------------
+# --- RankPool: no process is left behind ----------------------------------------------------------
 
 
 def ended(pids):

@@ -16,13 +16,21 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardkit.errors import ShardkitError
 from shardkit.plan import Collectives
-from shardkit.testing import RankFailure, assert_same_on_all_ranks, comm_counts, distributed, fake_world
+from shardkit.testing import (
+    RankFailure,
+    assert_same_on_all_ranks,
+    comm_counts,
+    distributed,
+    fake_world,
+)
 
-# --- fake_world and comm_counts -------------------------------------------------------------------------------------
+# --- fake_world and comm_counts -------------------------------------------------------------------
 
 
 def shard_blocks_and_root(mesh_shape, reshard_after_forward, frozen=0):
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(mesh_shape) :])
+    mesh = init_device_mesh(
+        "cpu", mesh_shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(mesh_shape) :]
+    )
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 5))
     for block in model[:3]:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
@@ -39,16 +47,18 @@ def count_steps(mesh_shape, reshard_after_forward, steps=1, frozen=0):
     return counts
 
 
-# By hand: 3 blocks and the root are 4 units. Each is gathered in forward, and again in backward if it resharded;
-# each trainable unit reduces once a backward; a replicating axis adds an all-reduce to each reduction; one shard
-# needs no gathering and no scattering.
+# By hand: 3 blocks and the root are 4 units. Each is gathered in forward, and again in backward if
+# it resharded; each trainable unit reduces once a backward; a replicating axis adds an all-reduce
+# to each reduction; one shard needs no gathering and no scattering.
 HAND_COUNTS = [
     ((8,), True, 1, 0, Collectives(7, 4, 0)),
     ((8,), False, 1, 0, Collectives(4, 4, 0)),
     ((2, 4), True, 1, 0, Collectives(7, 4, 4)),
     ((8, 1), True, 1, 0, Collectives(0, 0, 4)),
-    ((8,), True, 3, 0, Collectives(21, 12, 0)),  # the root reshards in backward, so every step gathers it anew
-    ((8,), True, 1, 2, Collectives(6, 2, 0)),  # the first two need no gradient: no backward for the first
+    # the root reshards in backward, so every step gathers it anew
+    ((8,), True, 3, 0, Collectives(21, 12, 0)),
+    # the first two need no gradient: no backward for the first
+    ((8,), True, 1, 2, Collectives(6, 2, 0)),
 ]
 
 
@@ -95,7 +105,7 @@ def test_a_fake_world_does_not_inherit_the_meshes_of_the_last():
             assert result.full_tensor().shape == (8, 8)
 
 
-# --- @distributed ---------------------------------------------------------------------------------------------------
+# --- @distributed ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -153,7 +163,9 @@ def decorated_in_a_rank():
 
 
 def test_a_failing_body_is_reported_with_its_rank_and_the_values_of_its_assert():
-    with pytest.raises(RankFailure, match="fails_on_rank_1: rank 1 raised AssertionError") as failure:
+    with pytest.raises(
+        RankFailure, match="fails_on_rank_1: rank 1 raised AssertionError"
+    ) as failure:
         fails_on_rank_1()
     assert 'assert value["answer"] == 43' in str(failure.value)
     assert "assert 42 == 43" in str(failure.value)  # pytest's rewriting, on the rank
@@ -168,7 +180,9 @@ def test_a_body_that_skips_on_every_rank_skips_the_test():
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs")
 def test_nccl_without_gpus_is_skipped_with_a_reason():
     with pytest.raises(unittest.SkipTest, match="NCCL with 2 ranks needs 2 GPUs, and there are 0"):
-        distributed(world_size=2, backend="nccl")(test_a_body_that_skips_on_every_rank_skips_the_test)()
+        distributed(world_size=2, backend="nccl")(
+            test_a_body_that_skips_on_every_rank_skips_the_test
+        )()
 
 
 def test_a_rank_cannot_have_ranks():
@@ -180,16 +194,24 @@ def test_only_functions_that_a_rank_can_find_are_decorated():
     def inner():
         raise NotImplementedError
 
-    with pytest.raises(ShardkitError, match=r"inner cannot be found by other processes\. .* Move it there"):
+    with pytest.raises(
+        ShardkitError, match=r"inner cannot be found by other processes\. .* Move it there"
+    ):
         distributed(world_size=2)(inner)
 
 
-# --- assert_same_on_all_ranks ---------------------------------------------------------------------------------------
+# --- assert_same_on_all_ranks ---------------------------------------------------------------------
 
 
 @distributed(world_size=4)
 def test_equal_values_are_the_same():
-    for value in (torch.tensor([1.0, float("nan")]), torch.tensor(3), torch.zeros(0, 2), b"bytes", b""):
+    for value in (
+        torch.tensor([1.0, float("nan")]),
+        torch.tensor(3),
+        torch.zeros(0, 2),
+        b"bytes",
+        b"",
+    ):
         assert_same_on_all_ranks(value)
     assert_same_on_all_ranks(torch.ones(4, 6, dtype=torch.bfloat16)[:, ::2])
     assert_same_on_all_ranks(torch.tensor(True))
@@ -210,7 +232,9 @@ def test_zeros_of_other_signs_dtypes_and_shapes_differ():
     rank = dist.get_rank()
     with pytest.raises(AssertionError, match="rank 1 has 1 other bytes"):
         assert_same_on_all_ranks(torch.tensor(-0.0 if rank else 0.0))
-    with pytest.raises(AssertionError, match=r"rank 1 has a Tensor of torch.float64 and shape \(2,\)\. .*float32"):
+    with pytest.raises(
+        AssertionError, match=r"rank 1 has a Tensor of torch.float64 and shape \(2,\)\. .*float32"
+    ):
         assert_same_on_all_ranks(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
     with pytest.raises(AssertionError, match=r"rank 1 has a bytes of torch.uint8 and shape \(2,\)"):
         assert_same_on_all_ranks(b"ab" if rank else b"a")
@@ -233,7 +257,7 @@ def test_what_cannot_be_compared_is_refused():
                 assert_same_on_all_ranks(value)
 
 
-# --- In a user's project --------------------------------------------------------------------------------------------
+# --- In a user's project --------------------------------------------------------------------------
 
 USERS_TEST = """
 from shardkit.testing import distributed
@@ -255,8 +279,13 @@ def test_a_project_needs_nothing_but_the_import(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "test_users_model.py").write_text(USERS_TEST)
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "test_users_model.py").touch()  # the only one that a plain import finds
+    # the only one that a plain import finds
+    (tmp_path / "elsewhere" / "test_users_model.py").touch()
     options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
-    run = forks.python("-m", "pytest", *options, tmp_path / "here", tmp_path / "there", cwd=tmp_path / "elsewhere")
+    run = forks.python(
+        "-m", "pytest", *options, tmp_path / "here", tmp_path / "there", cwd=tmp_path / "elsewhere"
+    )
     assert "2 failed, 2 passed" in run.stdout, run.stdout + run.stderr
-    assert len(re.findall("^E +AssertionError: assert 2 == 3$", run.stdout, re.MULTILINE)) == 2, run.stdout
+    assert len(re.findall("^E +AssertionError: assert 2 == 3$", run.stdout, re.MULTILINE)) == 2, (
+        run.stdout
+    )

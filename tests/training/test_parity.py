@@ -1,6 +1,8 @@
-"""A sharded model trains as the plain one does: on every model of the zoo, and under every setting on a few.
+"""A sharded model trains as the plain one does: on every model of the zoo, and under every setting
+on a few.
 
-``parity`` has the rank's body, and says why no bit may differ between losses, gradients, parameters and buffers.
+``parity`` has the rank's body, and says why no bit may differ between losses, gradients, parameters
+and buffers.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ VARIETY = ["nanogpt_tied", "t5", "frozen"]
 @pytest.mark.parametrize("name", ZOO)
 @distributed(world_size=2, backend="gloo")
 def test_default_rule(name):
-    # Two ranks and two steps, so that each counts once; steps on local shards take less time than on DTensors.
+    # Two ranks and two steps, so that each counts once; steps on local shards take less time than
+    # on DTensors.
     parity.one_counts(name, mesh=(2,), optimizer="adamw on local shards", steps=2)
 
 
@@ -54,7 +57,9 @@ def test_settings(setting, name):
     parity.one_counts(name, mesh=(2,), optimizer="sgd", steps=2, **SETTINGS[setting])
 
 
-@pytest.mark.parametrize(("setting", "name"), [*zip(ON_4_RANKS, itertools.cycle(VARIETY), strict=False)])
+@pytest.mark.parametrize(
+    ("setting", "name"), [*zip(ON_4_RANKS, itertools.cycle(VARIETY), strict=False)]
+)
 @distributed(world_size=4, backend="gloo")
 def test_settings_on_4_ranks(setting, name):
     parity.one_counts(name, **{"optimizer": "sgd", "steps": 2} | ON_4_RANKS[setting])
@@ -69,7 +74,8 @@ def test_settings_that_meet_as_the_docs_say():
 @distributed(world_size=4, backend="gloo", timeout=600)
 def test_float8_weights_are_gathered_in_float8():
     pytest.importorskip("torchao")
-    cells = [cell for cell in matrix.pairs() if cell[1] == "False"]  # not compiled, which takes long
+    # not compiled, which takes long
+    cells = [cell for cell in matrix.pairs() if cell[1] == "False"]
     assert matrix.seen(cells, "float8") == dict.fromkeys(cells, "exact")
     sent = []
     for build in (matrix.Net, matrix.float8_net):
@@ -78,7 +84,9 @@ def test_float8_weights_are_gathered_in_float8():
         with SentBytes() as counts:
             model(**matrix.NET.batch(0)).sum().backward()
         sent.append(counts.bytes[GATHER])
-    weights = sum(param.numel() for name, param in model.layers.named_parameters() if param.ndim == 2)
+    weights = sum(
+        param.numel() for name, param in model.layers.named_parameters() if param.ndim == 2
+    )
     assert sent[0] - sent[1] == 2 * weights * (4 - 1) / 4  # in forward and backward; of this rank
 
 
@@ -90,6 +98,8 @@ def test_equal_or_refused() -> None:
     cases = drawn(24, 1)  # tests/helpers/sweep_models.py draws others
     found = outcomes(cases)
     counts = Counter(each.partition(":")[0] for each in found)
-    assert not [pair for pair in zip(found, cases, strict=True) if pair[0].partition(":")[0] not in GOOD]
+    assert not [
+        pair for pair in zip(found, cases, strict=True) if pair[0].partition(":")[0] not in GOOD
+    ]
     assert counts["equal"] >= 8
     assert counts["refused"] >= 1

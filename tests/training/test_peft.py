@@ -1,4 +1,6 @@
-"""PEFT's adapters on sharded bases: the losses, files and merged weights of plain peft, and resume, bit for bit."""
+"""PEFT's adapters on sharded bases: the losses, files and merged weights of plain peft, and resume,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,10 @@ def test_adapters_train_resume_and_load_into_plain_peft(tmp_path):
         check(tmp_path / str(number), on, kind, tied)
 
 
-ADAPTERS_APART = [group("**.lora_A.*", "**.lora_B.*", reshard_after_forward=False), "base_model.model.model.layers.*"]
+ADAPTERS_APART = [
+    group("**.lora_A.*", "**.lora_B.*", reshard_after_forward=False),
+    "base_model.model.model.layers.*",
+]
 
 
 @distributed(world_size=2, backend="gloo")
@@ -148,15 +153,22 @@ def test_a_frozen_base_is_gathered_once_for_all_micro_batches():
     shard_model(model, units=ADAPTERS_APART)
     for micro in range(3):
         (plain(input_ids=IDS + micro, labels=IDS + micro).loss / 3).backward()
-    for keep, gathers in ((None, 2 + 2 * 2 * 3), ("frozen", 4)):  # two units stay gathered, two do not
+    # two units stay gathered, two do not
+    for keep, gathers in ((None, 2 + 2 * 2 * 3), ("frozen", 4)):
         model.zero_grad()
         with comm_counts() as counted:
             for micro in range(3):
                 with accumulate(model, last=micro == 2, keep_unsharded=keep):
                     (model(input_ids=IDS + micro, labels=IDS + micro).loss / 3).backward()
-        assert counted == plan.collectives(3, keep_unsharded=keep) == Collectives(gathers, reduce_scatters=1)
+        assert (
+            counted
+            == plan.collectives(3, keep_unsharded=keep)
+            == Collectives(gathers, reduce_scatters=1)
+        )
         trained = [
-            (mine, its) for mine, its in zip(model.parameters(), plain.parameters(), strict=True) if its.requires_grad
+            (mine, its)
+            for mine, its in zip(model.parameters(), plain.parameters(), strict=True)
+            if its.requires_grad
         ]
         assert all(torch.equal(mine.grad.full_tensor(), its.grad) for mine, its in trained)
     with (
@@ -179,8 +191,12 @@ def test_merging_has_the_bits_of_plain_peft_or_is_refused(tmp_path):
         train(plain), train(model)
         with pytest.raises(ShardkitError, match=r"q_proj\.merge cannot run while .*full_params"):
             model.merge_and_unload()
-        expected = {name: value.clone() for name, value in plain.merge_and_unload().state_dict().items()}
-        assert any(not torch.equal(value, expected[name]) for name, value in base().state_dict().items())
+        expected = {
+            name: value.clone() for name, value in plain.merge_and_unload().state_dict().items()
+        }
+        assert any(
+            not torch.equal(value, expected[name]) for name, value in base().state_dict().items()
+        )
         with full_params(model, writeback=True):
             merged = model.merge_and_unload()
         found = {name: tensor.full_tensor() for name, tensor in merged.state_dict().items()}
@@ -201,12 +217,17 @@ def test_the_plan_counts_what_a_quantized_base_holds_and_gathers():
     held = quantized = 0
     for param in model.parameters():
         local = param.to_local()
-        parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]] if type(local) is not Tensor else []
+        parts = (
+            [getattr(local, name) for name in local.__tensor_flatten__()[0]]
+            if type(local) is not Tensor
+            else []
+        )
         held += sum(part.nbytes for part in parts or [local])
         quantized += bool(parts)
     with SentBytes() as sent:
         model(IDS)
-    whole = quantized * 17 * 2  # scaler_mean and the 16 values of nf4: every rank holds them, and none gathers them
+    # scaler_mean and the 16 values of nf4: every rank holds them, and none gathers them
+    whole = quantized * 17 * 2
     assert quantized == 14
     assert held == sum(size.shard for size in sizes) + whole // 2
     assert 2 * sent.bytes[GATHER] == sum(size.gather for size in sizes) - whole

@@ -1,4 +1,5 @@
-"""Whole training programs on ragged micro-batches, sharded on 2 or 4 ranks, against one plain process in float64.
+"""Whole training programs on ragged micro-batches, sharded on 2 or 4 ranks, against one plain
+process in float64.
 
 Where the arithmetic is the same, bits are compared.
 """
@@ -46,8 +47,9 @@ from shardkit.testing import distributed
 MICRO = 3
 CLIP = 0.05  # below every norm that occurs, so that each step is clipped
 
-# In float64 a sum over ranks and micro-batches in another order differs by some 2**-50 of its terms. One step of Adam
-# makes at most lr / eps = 10 times that of it. What is counted once too often shows in the first digits.
+# In float64 a sum over ranks and micro-batches in another order differs by some 2**-50 of its
+# terms. One step of Adam makes at most lr / eps = 10 times that of it. What is counted once too
+# often shows in the first digits.
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 Run = tuple[nn.Module, Any, Any]  # with its optimizer and scheduler
 
@@ -62,13 +64,17 @@ def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def summed_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return F.cross_entropy(
+        model(ids).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def run_of(model: nn.Module, local: bool = True) -> Run:
     """A model with what trains it, on local shards if it is sharded."""
     trained = [param for param in model.parameters() if param.requires_grad]
-    decayed, others = ([p for p in trained if (p.ndim > 1) is matrices] for matrices in (True, False))
+    decayed, others = (
+        [p for p in trained if (p.ndim > 1) is matrices] for matrices in (True, False)
+    )
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer: Any = torch.optim.AdamW(groups, lr=0.01, eps=1e-3, fused=True)
     check_optimizer(optimizer, model, low_precision=False)
@@ -85,8 +91,12 @@ def finish(model: nn.Module, optimizer: Any, scheduler: Any, clip: Any = clip_gr
     return norm
 
 
-def gradients(model: nn.Module, step: int, after: Callable[[int], None] | None = None, **options: Any) -> None:
-    """Of the mean over all tokens, by micro-batches; ``after`` is called after the context of each."""
+def gradients(
+    model: nn.Module, step: int, after: Callable[[int], None] | None = None, **options: Any
+) -> None:
+    """Of the mean over all tokens, by micro-batches; ``after`` is called after the
+    context of each.
+    """
     mine = [batch(step, micro, dist.get_rank()) for micro in range(MICRO)]
     tokens = global_token_count(sum((labels != -100).sum() for _, labels in mine), model)
     for micro, (ids, labels) in enumerate(mine):
@@ -109,7 +119,11 @@ def train_plain(run: Run, steps: Iterable[int]) -> list[Tensor]:
     """The same training in one process, which sees the batches of all ranks at once."""
     norms = []
     for step in steps:
-        batches = [batch(step, micro, rank) for micro in range(MICRO) for rank in range(dist.get_world_size())]
+        batches = [
+            batch(step, micro, rank)
+            for micro in range(MICRO)
+            for rank in range(dist.get_world_size())
+        ]
         tokens = sum((labels != -100).sum() for _, labels in batches)
         (sum(summed_loss(run[0], *each) for each in batches) / tokens).backward()
         norms.append(finish(*run, clip=nn.utils.clip_grad_norm_))
@@ -118,9 +132,13 @@ def train_plain(run: Run, steps: Iterable[int]) -> list[Tensor]:
 
 def state_of(run: Run) -> dict[str, Tensor]:
     """Copies of all tensors, model's and optimizer's, whole, on every rank. Collective."""
-    tensors = {name: value.clone() for name, value in full_state_dict(run[0], rank0_only=False).items()}
+    tensors = {
+        name: value.clone() for name, value in full_state_dict(run[0], rank0_only=False).items()
+    }
     states = full_optimizer_state_dict(*run[:2], rank0_only=False)["state"]
-    return tensors | {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+    return tensors | {
+        f"{name}.{key}": value for name, state in states.items() for key, value in state.items()
+    }
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -132,8 +150,12 @@ def assert_close(found: dict[str, Tensor], plain: Run, start: dict[str, Tensor])
     expected = state_of(plain)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
-    assert sum(not torch.equal(expected[name], value) for name, value in start.items()) > 10, "nothing moved"
+        torch.testing.assert_close(
+            found[name], value, msg=lambda text, name=name: f"{name}: {text}", **CLOSE
+        )
+    assert sum(not torch.equal(expected[name], value) for name, value in start.items()) > 10, (
+        "nothing moved"
+    )
 
 
 def decoder() -> nn.Module:
@@ -176,7 +198,10 @@ def test_from_meta_over_an_asynchronous_save_to_another_mesh(tmp_path):
 
 def read_params(run: Run, _: Path) -> dict[str, Tensor]:
     with full_params(run[0]):
-        return {name: param.detach().clone() for name, param in run[0].named_parameters(remove_duplicate=False)}
+        return {
+            name: param.detach().clone()
+            for name, param in run[0].named_parameters(remove_duplicate=False)
+        }
 
 
 def read_saved(run: Run, path: Path) -> dict[str, Tensor]:
@@ -238,7 +263,9 @@ def test_experts_train_as_in_one_process_and_their_state_moves():
         load_full_state_dict(other[0], state)
         load_full_optimizer_state_dict(*other[:2], optimizer_state)
         assert_equal(state_of(other), whole)
-    assert_equal(read_params(run, Path()), {name: whole[name] for name, _ in run[0].named_parameters()})
+    assert_equal(
+        read_params(run, Path()), {name: whole[name] for name, _ in run[0].named_parameters()}
+    )
 
 
 @distributed(world_size=4, backend="gloo")

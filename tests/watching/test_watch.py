@@ -22,10 +22,17 @@ from shardkit.testing import distributed, fake_world
 from shardkit.watching.calls import NOTHING, Seen, compose, first_difference, named, tail
 from shardkit.watching.watch import watch_script
 
-# --- On ranks -------------------------------------------------------------------------------------------------------
+# --- On ranks -------------------------------------------------------------------------------------
 
 
-KINDS = ["clips to less", "raises", "is late", "is killed", "is late, then is killed", "first is stopped"]
+KINDS = [
+    "clips to less",
+    "raises",
+    "is late",
+    "is killed",
+    "is late, then is killed",
+    "first is stopped",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +62,9 @@ def test_one_rank_reports_before_gloo_aborts_a_rank(tmp_path):
 def test_all_ranks_end_with_the_report(tmp_path):
     outcome = disagreements.run("clips to less", tmp_path, after=4.0, how="end")
     assert disagreements.is_named("clips to less", outcome.report), outcome.output
-    assert [outcome.logged[0] in each for each in outcome.output] == [True] * disagreements.WORLD, outcome.output
+    assert [outcome.logged[0] in each for each in outcome.output] == [True] * disagreements.WORLD, (
+        outcome.output
+    )
 
 
 @distributed(world_size=2)
@@ -66,7 +75,9 @@ def test_ranks_that_agree_are_not_reported():
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
         calls = calls_of(listeners[0].__self__)
-    gathers, reduces = ([f"{operation} of {i}" for i in (0, 1)] for operation in ("all-gather", "reduce-scatter"))
+    gathers, reduces = (
+        [f"{operation} of {i}" for i in (0, 1)] for operation in ("all-gather", "reduce-scatter")
+    )
     assert nothing is None
     assert calls == 3 * [*gathers, *gathers[::-1], *reduces[::-1]]
     assert listeners == []
@@ -100,7 +111,10 @@ def calls_of(watching):
 
 @distributed(world_size=2)
 def test_a_rank_whose_process_group_is_destroyed_has_left():
-    model, running = shard_model(nn.Linear(4, 4)), importlib.import_module("shardkit.watching.watch")
+    model, running = (
+        shard_model(nn.Linear(4, 4)),
+        importlib.import_module("shardkit.watching.watch"),
+    )
     with watch(model, after=1.0), pytest.MonkeyPatch.context() as patch:
         own = listeners[0].__self__
         patch.setattr(running, "dist", SimpleNamespace(is_initialized=lambda: False))
@@ -110,9 +124,12 @@ def test_a_rank_whose_process_group_is_destroyed_has_left():
 
 @distributed(world_size=4)
 def test_watches_of_other_teams_and_tensor_parallel_models_run_at_once():
-    mesh, rank = build_mesh(MeshSpec.hybrid(2, 2)), dist.get_rank()  # FSDP over the first axis, TP over the second
+    # FSDP over the first axis, TP over the second
+    mesh, rank = build_mesh(MeshSpec.hybrid(2, 2)), dist.get_rank()
     whole = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    parallelize_module(whole, mesh[mesh.mesh_dim_names[1]], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    parallelize_module(
+        whole, mesh[mesh.mesh_dim_names[1]], {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    )
     rows = mesh[mesh.mesh_dim_names[0]]
     shard_model(whole, mesh=rows, units=nn.Linear)
     part = shard_model(nn.Linear(4, 4), mesh=rows)
@@ -132,7 +149,7 @@ def test_watches_of_other_teams_and_tensor_parallel_models_run_at_once():
         assert both.report == ""  # calls of shardkit itself concern the smaller team
 
 
-# --- Without ranks --------------------------------------------------------------------------------------------------
+# --- Without ranks --------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_watched():
@@ -141,7 +158,10 @@ def test_what_cannot_be_watched():
         assert listeners == []
     with fake_world(2), watch(shard_model(model)):
         assert listeners == []
-    with pytest.raises(ShardkitError, match="after must be a positive number, got 0"), watch(model, after=0):
+    with (
+        pytest.raises(ShardkitError, match="after must be a positive number, got 0"),
+        watch(model, after=0),
+    ):
         pass
     for setting in ("soon", "30,stop", "-1"):
         with pytest.raises(ShardkitError, match="SHARDKIT_WATCH must be"):
@@ -149,18 +169,32 @@ def test_what_cannot_be_watched():
 
 
 def made(*calls, **rest):
-    return NOTHING | tail(len(calls), [(call, f"a.py:{number}") for number, call in enumerate(calls, 1)]) | rest
+    return (
+        NOTHING
+        | tail(len(calls), [(call, f"a.py:{number}") for number, call in enumerate(calls, 1)])
+        | rest
+    )
 
 
 def test_the_first_difference_is_found_with_the_lines_of_its_calls():
-    records = {0: made("a", "b", "c", line="now"), 1: made("a", "c", line="now"), 2: made("a", line="now")}
+    records = {
+        0: made("a", "b", "c", line="now"),
+        1: made("a", "c", line="now"),
+        2: made("a", line="now"),
+    }
     difference = first_difference(records)
     assert difference == (2, {0: ("b", "a.py:2"), 1: ("c", "a.py:2"), 2: None})
     assert difference.is_certain
     assert first_difference({0: records[0], 1: records[0]}) is None
     assert not first_difference({0: records[0], 2: records[2]}).is_certain
-    rows = compose({rank: Seen(record) for rank, record in records.items()}, difference).splitlines()[1:]
-    assert rows == ["- rank 0: b; a.py:2; now at c; now", "- rank 1: c; a.py:2; now", "- rank 2: last call: a; now"]
+    rows = compose(
+        {rank: Seen(record) for rank, record in records.items()}, difference
+    ).splitlines()[1:]
+    assert rows == [
+        "- rank 0: b; a.py:2; now at c; now",
+        "- rank 1: c; a.py:2; now",
+        "- rank 2: last call: a; now",
+    ]
 
 
 def test_a_rank_that_never_came_is_said():

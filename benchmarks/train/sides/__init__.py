@@ -1,4 +1,6 @@
-"""Who shards: every side builds the same model from the same seed, and trains it by the same step."""
+"""Who shards: every side builds the same model from the same seed, and trains it by
+the same step.
+"""
 
 from __future__ import annotations
 

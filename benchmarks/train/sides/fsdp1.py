@@ -7,7 +7,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.train.case import Case, Training
@@ -35,7 +40,9 @@ def strategy(case: Case) -> str:
 
 
 class _Values:
-    """FSDP1's ``param_init_fn``: memory and values for a module that is on meta, tied parameters once."""
+    """FSDP1's ``param_init_fn``: memory and values for a module that is on meta, tied parameters
+    once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,9 +62,12 @@ def _make(case: Case, device: torch.device) -> Training:
     model = build(case, birthplace(case, device))
     prepare(model, case)
     half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    hybrid: dict[str, Any] = {"device_mesh": mesh_of(case, device)} if strategy(case) in HYBRID else {}
+    hybrid: dict[str, Any] = (
+        {"device_mesh": mesh_of(case, device)} if strategy(case) in HYBRID else {}
+    )
     with warnings.catch_warnings():
-        # A world of one rank is NO_SHARD for FSDP1, which is deprecated; both are said by the table's own words.
+        # A world of one rank is NO_SHARD for FSDP1, which is deprecated; both are said by the
+        # table's own words.
         warnings.filterwarnings("ignore", message=".*(NO_SHARD|FSDP will not all-gather).*")
         sharded = FullyShardedDataParallel(
             model,
@@ -72,7 +82,9 @@ def _make(case: Case, device: torch.device) -> Training:
         )
     compile_loss(model, case)
     optimizer = adamw(sharded.parameters(), case)
-    return train(sharded, case, device, optimizer, lambda: cast(Any, sharded).clip_grad_norm_(MAX_NORM))
+    return train(
+        sharded, case, device, optimizer, lambda: cast(Any, sharded).clip_grad_norm_(MAX_NORM)
+    )
 
 
 def _refuse(case: Case) -> str | None:

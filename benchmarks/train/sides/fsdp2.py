@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from benchmarks.train.case import Case, Training
 from benchmarks.train.sides.side import Side, world
@@ -26,7 +31,17 @@ from benchmarks.train.training import (
 )
 
 OPTIONS = frozenset(
-    {"fake", "reshard", "reshard_int", "replicas", "unit", "selective", "compile", "offload", "in_backward"}
+    {
+        "fake",
+        "reshard",
+        "reshard_int",
+        "replicas",
+        "unit",
+        "selective",
+        "compile",
+        "offload",
+        "in_backward",
+    }
     | {"masterless"}
 )
 Sharder = Callable[[nn.Module, Case, dict[str, Any]], object]
@@ -66,10 +81,12 @@ def shard_naively(model: nn.Module, case: Case, options: dict[str, Any]) -> None
 
 
 def shard_expertly(model: nn.Module, case: Case, options: dict[str, Any]) -> None:
-    """As torchtitan groups: the embedding alone; blocks; norm and head together, kept after forward; the root.
+    """As torchtitan groups: the embedding alone; blocks; norm and head together, kept after
+    forward; the root.
 
-    A tied embedding joins norm and head. The last block reshards like the others: its gather is prefetched for
-    backward, and to keep it instead is a choice that torchtitan's present version does not make.
+    A tied embedding joins norm and head. The last block reshards like the others: its gather is
+    prefetched for backward, and to keep it instead is a choice that torchtitan's present version
+    does not make.
     """
     reshard = True if case.reshard is None else case.reshard
     embed, norm, head = ends(model)
@@ -78,7 +95,9 @@ def shard_expertly(model: nn.Module, case: Case, options: dict[str, Any]) -> Non
         fully_shard(embed, reshard_after_forward=reshard, **options)
     for block in blocks(model):
         fully_shard(block, reshard_after_forward=reshard, **options)
-    fully_shard([embed, norm, head] if tied else [norm, head], reshard_after_forward=False, **options)
+    fully_shard(
+        [embed, norm, head] if tied else [norm, head], reshard_after_forward=False, **options
+    )
     fully_shard(model, **options)
 
 
@@ -86,7 +105,11 @@ def _by_hand(shard: Sharder) -> Callable[[Case, torch.device], Training]:
     def make(case: Case, device: torch.device) -> Training:
         model = build(case, birthplace(case, device))
         prepare(model, case)
-        options = {"mesh": mesh_of(case, device), "mp_policy": precision(case), "offload_policy": offload(case, device)}
+        options = {
+            "mesh": mesh_of(case, device),
+            "mp_policy": precision(case),
+            "offload_policy": offload(case, device),
+        }
         shard(model, case, options)
         fill(model, home(case, device))
         compile_loss(model, case)

@@ -37,14 +37,18 @@ from shardkit.planning.rules import Rule
 
 
 def make(case: Case, device: torch.device, together: int = 1) -> Training:
-    """The default; or with this many consecutive blocks in a unit, which takes fewer hooks and more memory."""
+    """The default; or with this many consecutive blocks in a unit, which takes fewer hooks and more
+    memory.
+    """
     model = build(case, birthplace(case, device))
     if case.checkpointing == "selective":  # which torch has, and shardkit leaves alone
         recompute(model, case)
     shard_model(
         model,
         units=None if together == 1 else units_of(model, together),
-        mesh=None if case.replicas == 1 else MeshSpec.hybrid(case.replicas, world(case) // case.replicas),
+        mesh=None
+        if case.replicas == 1
+        else MeshSpec.hybrid(case.replicas, world(case) // case.replicas),
         reshard_after_forward=case.reshard,
         mp_policy=precision(case),
         offload_policy=offload(case, device),
@@ -62,7 +66,9 @@ def units_of(model: nn.Module, together: int) -> list[Rule]:
     """The default's units, but that blocks share one."""
     names = {module: fqn for fqn, module in model.named_modules()}
     layers = [names[block] for block in blocks(model)]
-    units: list[Rule] = [group(*layers[first : first + together]) for first in range(0, len(layers), together)]
+    units: list[Rule] = [
+        group(*layers[first : first + together]) for first in range(0, len(layers), together)
+    ]
     embed, norm, head = ends(model)
     tied = embed.weight is head.weight
     last = (embed, norm, head) if tied else (norm, head)
@@ -92,4 +98,6 @@ def _wants_budget(case: Case) -> str | None:
 _CHOSEN = {"reshard", "reshard_int", "unit", "selective", "offload"}
 
 SHARDKIT = Side("shardkit's default", OPTIONS | {"local"}, make)
-BUDGET = Side("shardkit under a budget", (OPTIONS | {"local", "budget"}) - _CHOSEN, make, _wants_budget)
+BUDGET = Side(
+    "shardkit under a budget", (OPTIONS | {"local", "budget"}) - _CHOSEN, make, _wants_budget
+)

@@ -14,11 +14,14 @@ from benchmarks.train.sides.fsdp2 import offload, precision, shard_naively
 from benchmarks.train.sides.side import Side, world
 from benchmarks.train.training import MAX_NORM, adamw, build, compile_loss, prepare, train
 
-# accelerate by its documented calls: an Accelerator with a plugin, prepare, backward, clip_grad_norm_.
+# accelerate by its documented calls: an Accelerator with a plugin, prepare, backward,
+# clip_grad_norm_.
 
 
 def _accelerate(case: Case, device: torch.device) -> Training:
-    """Units are what its plugin makes of the blocks' class name, with an embedding and ``[norm, head]`` of its own."""
+    """Units are what its plugin makes of the blocks' class name, with an embedding and
+    ``[norm, head]`` of its own.
+    """
     accelerator = _accelerator(case, device)
     model = build(case, device)
     prepare(model, case)
@@ -43,7 +46,9 @@ def _accelerator(case: Case, device: torch.device) -> Any:
         fsdp_version=2,
         reshard_after_forward=case.reshard is not False,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer" if case.model.startswith("hf-") else "Block"],
+        transformer_cls_names_to_wrap=[
+            "LlamaDecoderLayer" if case.model.startswith("hf-") else "Block"
+        ],
         mixed_precision_policy=precision(case) if case.bf16 else None,
         cpu_offload=offload(case, device) if case.offload else False,
     )
@@ -51,10 +56,15 @@ def _accelerator(case: Case, device: torch.device) -> Any:
 
 
 def _refuse(case: Case) -> str | None:
-    return None if torch.accelerator.is_available() else "accelerate shards on accelerators only, not on a CPU"
+    return (
+        None
+        if torch.accelerator.is_available()
+        else "accelerate shards on accelerators only, not on a CPU"
+    )
 
 
-# Lightning's Fabric: ModelParallelStrategy, whose parallelize_fn calls fully_shard, as its documentation shows.
+# Lightning's Fabric: ModelParallelStrategy, whose parallelize_fn calls fully_shard, as its
+# documentation shows.
 
 
 def _lightning(case: Case, device: torch.device) -> Training:
@@ -68,9 +78,15 @@ def _lightning(case: Case, device: torch.device) -> Training:
         return model
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    strategy = ModelParallelStrategy(parallelize, data_parallel_size=world(case), tensor_parallel_size=1)
+    strategy = ModelParallelStrategy(
+        parallelize, data_parallel_size=world(case), tensor_parallel_size=1
+    )
     fabric = Fabric(
-        accelerator=device.type, devices=local, num_nodes=world(case) // local, strategy=strategy, precision="32-true"
+        accelerator=device.type,
+        devices=local,
+        num_nodes=world(case) // local,
+        strategy=strategy,
+        precision="32-true",
     )
     fabric.launch()
     model = build(case, device)
@@ -78,7 +94,8 @@ def _lightning(case: Case, device: torch.device) -> Training:
     sharded = fabric.setup(model)
     optimizer = fabric.setup_optimizers(adamw(sharded.parameters(), case))
 
-    def clip() -> None:  # by default it looks whether the norm is finite, which waits for the device
+    # by default it looks whether the norm is finite, which waits for the device
+    def clip() -> None:
         fabric.clip_gradients(sharded, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
 
     return train(sharded, case, device, optimizer, clip, backward=fabric.backward)

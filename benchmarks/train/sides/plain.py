@@ -12,13 +12,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.train.case import Case, Training
 from benchmarks.train.sides.side import Side
-from benchmarks.train.training import build, compile_loss, optimizer_by_hand, prepare, torch_clip, train
+from benchmarks.train.training import (
+    build,
+    compile_loss,
+    optimizer_by_hand,
+    prepare,
+    torch_clip,
+    train,
+)
 
 _COMMON = {"unit", "selective", "compile"}
 
 
 def _bare(case: Case, device: torch.device) -> Training:
-    """Parameters, gradients and state in bfloat16: no float32 masters, so less memory than any side that has them."""
+    """Parameters, gradients and state in bfloat16: no float32 masters, so less memory than any side
+    that has them.
+    """
     model = build(case, device)
     if case.bf16:
         model.to(torch.bfloat16)
@@ -42,7 +51,9 @@ def _ddp(case: Case, device: torch.device) -> Training:
 
 
 def _pretend(buffer: Tensor) -> Future[Tensor]:
-    """In place of DDP's own all-reduce, which expects a result that a pretended group does not give (torch 2.13)."""
+    """In place of DDP's own all-reduce, which expects a result that a pretended group does not give
+    (torch 2.13).
+    """
     done: Future[Tensor] = Future()
     done.set_result(buffer.div_(dist.get_world_size()))
     return done

@@ -33,14 +33,22 @@ class Side:
     package: str | None = None
 
     def unavailable(self, case: Case) -> str | None:
-        """Why the case cannot be built by this side here, or None. Local, pure; nothing that is asked is ignored."""
+        """Why the case cannot be built by this side here, or None. Local, pure; nothing that is
+        asked is ignored.
+        """
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         missing = [text for option, text in asked(case) if option not in self.options]
-        return f"this side has no {', no '.join(missing)}" if missing else (nonsense(case) or self.refuse(case))
+        return (
+            f"this side has no {', no '.join(missing)}"
+            if missing
+            else (nonsense(case) or self.refuse(case))
+        )
 
     def build(self, case: Case, device: torch.device) -> Training:
-        """The case's training on ``device``. Collective: the process group is there, of real or pretended ranks."""
+        """The case's training on ``device``. Collective: the process group is there, of real or
+        pretended ranks.
+        """
         reason = self.unavailable(case)
         if reason is not None:
             raise ValueError(f"{case.name}: {reason}")
@@ -78,8 +86,13 @@ def nonsense(case: Case) -> str | None:
     ranks, rest = divmod(world(case), case.replicas)
     if rest:
         return f"{world(case)} ranks are not {case.replicas} replicas"
-    if not isinstance(case.reshard, (bool, type(None))) and (ranks % case.reshard or not 1 < case.reshard < ranks):
-        return f"reshard_after_forward={case.reshard} must divide {ranks} ranks and lie between them and 1"
+    if not isinstance(case.reshard, (bool, type(None))) and (
+        ranks % case.reshard or not 1 < case.reshard < ranks
+    ):
+        return (
+            f"reshard_after_forward={case.reshard} must divide {ranks} ranks and lie between them "
+            "and 1"
+        )
     return None
 
 
@@ -87,4 +100,6 @@ def world(case: Case) -> int:
     """Ranks, real or pretended."""
     if case.fake_ranks:
         return case.fake_ranks
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )

@@ -1,9 +1,11 @@
-"""A training project with one configuration file: data, evaluation, logs, checkpoints, resume and generation.
+"""A training project with one configuration file: data, evaluation, logs, checkpoints, resume and
+generation.
 
     python train.py config.yaml
     torchrun --nproc-per-node 8 train.py config.yaml sharding.strategy=zero2 train.steps=1000
 
-Run the same command again to resume, on any number of ranks: a step has the same sequences on all of them.
+Run the same command again to resume, on any number of ranks: a step has the same sequences on all
+of them.
 """
 
 import json
@@ -44,14 +46,23 @@ class Decoder(nn.Module):
         super().__init__()
         self.context = context
         self.tokens, self.positions = nn.Embedding(256, dim), nn.Embedding(context, dim)
-        block = {"dim_feedforward": 4 * dim, "dropout": 0.0, "batch_first": True, "norm_first": True}
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(dim, heads, **block) for _ in range(layers))
+        block = {
+            "dim_feedforward": 4 * dim,
+            "dropout": 0.0,
+            "batch_first": True,
+            "norm_first": True,
+        }
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, heads, **block) for _ in range(layers)
+        )
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256, bias=False)
 
     def forward(self, tokens):
         length = tokens.shape[1]
         x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device, dtype=x.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            length, device=tokens.device, dtype=x.dtype
+        )
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
         return self.head(self.norm(x))
@@ -71,7 +82,9 @@ class Windows(Dataset):
 
 
 class Steps(Sampler):
-    """The sequences of each step on one rank. They depend on the seed and the step, so a run can resume anywhere."""
+    """The sequences of each step on one rank. They depend on the seed and the step, so a run can
+    resume anywhere.
+    """
 
     def __init__(self, windows, first, last, batch, seed):
         self.windows, self.steps, self.batch, self.seed = windows, range(first, last), batch, seed
@@ -81,7 +94,8 @@ class Steps(Sampler):
 
     def __iter__(self):
         for step in self.steps:
-            drawn = torch.Generator().manual_seed(self.seed * 1_000_003 + step)  # the same on every rank
+            # the same on every rank
+            drawn = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
             chosen = torch.randint(len(self.windows), (self.batch,), generator=drawn).tolist()
             yield from chosen[dist.get_rank() :: dist.get_world_size()]
 
@@ -95,13 +109,16 @@ def read_config(path, changes):
         section = config
         for each in sections:
             section = section[each]
-        section[key] = yaml.safe_load(value) if key in section else sys.exit(f"{name}: not in {path}")
+        section[key] = (
+            yaml.safe_load(value) if key in section else sys.exit(f"{name}: not in {path}")
+        )
     return config
 
 
 def mesh_and_resharding(strategy):
     """Return the arguments of ``shard_model`` for a strategy."""
-    ranks, node = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))  # torchrun's
+    # torchrun's
+    ranks, node = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return {
         "zero3": {},
         "zero2": {"reshard_after_forward": False},
@@ -112,19 +129,30 @@ def mesh_and_resharding(strategy):
 
 
 def compute_dtype(name):
-    """Return the dtype of the configuration; auto is bfloat16 on a device that has it, else float16, else float32."""
+    """Return the dtype of the configuration; auto is bfloat16 on a device that has it, else
+    float16, else float32.
+    """
     if name != "auto":
         return getattr(torch, name)
     if not torch.cuda.is_available():
         return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return (
+        torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    )
 
 
 def build(config):
     """Return the sharded model, its optimizer, and a scaler that does something in float16 only."""
     torch.manual_seed(config["train"]["seed"])
-    dtype, settings = compute_dtype(config["sharding"]["dtype"]), mesh_and_resharding(config["sharding"]["strategy"])
-    policy = MixedPrecisionPolicy(dtype, torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()
+    dtype, settings = (
+        compute_dtype(config["sharding"]["dtype"]),
+        mesh_and_resharding(config["sharding"]["strategy"]),
+    )
+    policy = (
+        MixedPrecisionPolicy(dtype, torch.float32)
+        if dtype != torch.float32
+        else MixedPrecisionPolicy()
+    )
     with init_on_meta():
         model = Decoder(**config["model"])
     recompute = config["sharding"]["recompute"]
@@ -142,7 +170,9 @@ def loss_of(model, batch):
 
 
 def train_step(model, optimizer, scaler, micro_batches, max_norm):
-    """Run one optimizer step and return this rank's mean loss and the norm of the gradients of all."""
+    """Run one optimizer step and return this rank's mean loss and the norm of the
+    gradients of all.
+    """
     total = 0.0
     for i, batch in enumerate(micro_batches):
         with accumulate(model, last=i == len(micro_batches) - 1):
@@ -174,7 +204,9 @@ def evaluate(model, windows, batch):
 
 @torch.no_grad()
 def generate(model, prompt, length):
-    """Return the most likely continuation of a prompt. Every rank calls it: each forward gathers the parameters."""
+    """Return the most likely continuation of a prompt. Every rank calls it: each forward gathers
+    the parameters.
+    """
     tokens = torch.tensor([list(prompt.encode())], device=next(model.parameters()).device)
     for _ in range(length):
         tokens = torch.cat([tokens, model(tokens[:, -model.context :])[:, -1:].argmax(-1)], dim=1)
@@ -190,7 +222,8 @@ def main(argv=None):
     own, rest = divmod(train["batch"], dist.get_world_size() * train["micro_batch"])
     if rest or not own:
         sys.exit(
-            f"train.batch: {train['batch']} is not a multiple of {dist.get_world_size()} ranks x train.micro_batch"
+            f"train.batch: {train['batch']} is not a multiple of {dist.get_world_size()} ranks x "
+            "train.micro_batch"
         )
     text = (Path(path).parent / config["data"]["text"]).read_bytes()
     split, context = len(text) * 9 // 10, config["model"]["context"]
@@ -200,7 +233,11 @@ def main(argv=None):
     first = load_checkpoint(checkpoint, model, optimizer)["step"] if checkpoint else 0
     order = Steps(windows, first, train["steps"], train["batch"], train["seed"])
     workers, pinned = config["data"]["workers"], torch.accelerator.is_available()
-    batches = iter(DataLoader(windows, train["micro_batch"], sampler=order, num_workers=workers, pin_memory=pinned))
+    batches = iter(
+        DataLoader(
+            windows, train["micro_batch"], sampler=order, num_workers=workers, pin_memory=pinned
+        )
+    )
     writer = None
     if config["tensorboard"] and dist.get_rank() == 0:
         from torch.utils.tensorboard import SummaryWriter
@@ -210,7 +247,9 @@ def main(argv=None):
     losses, saving = [], None
     for step in range(first + 1, train["steps"] + 1):
         with profile() if step == config["profile"] else nullcontext() as trace:
-            loss, norm = train_step(model, optimizer, scaler, [next(batches) for _ in range(own)], train["max_norm"])
+            loss, norm = train_step(
+                model, optimizer, scaler, [next(batches) for _ in range(own)], train["max_norm"]
+            )
         if trace:
             out.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(out / f"trace-rank{dist.get_rank()}.json"))
@@ -219,7 +258,9 @@ def main(argv=None):
         if step % train["evaluate_every"] == 0:
             measured["held out"] = evaluate(model, held_out, train["micro_batch"])
             extra = {"step": step}
-            saving = save_checkpoint(out / f"step-{step}", model, optimizer, extra=extra, keep=2, async_=True)
+            saving = save_checkpoint(
+                out / f"step-{step}", model, optimizer, extra=extra, keep=2, async_=True
+            )
         if dist.get_rank() == 0:
             print(json.dumps({"step": step, **measured}))
         for name, value in measured.items() if writer else ():

@@ -24,12 +24,21 @@ COLUMNS = {  # these records do not contain one another; others, such as pre_for
 def records(path):
     """Yield the start and duration in ms, the column and the unit of every record, in order."""
     names = {action: column for column, action in COLUMNS.items()}
-    events = [event for event in json.loads(Path(path).read_text())["traceEvents"] if event.get("ph") == "X"]
+    events = [
+        event
+        for event in json.loads(Path(path).read_text())["traceEvents"]
+        if event.get("ph") == "X"
+    ]
     began = min(event["ts"] for event in events)
     for event in sorted(events, key=lambda event: event["ts"]):
         found = RECORD.match(event["name"]) if event.get("cat") == "user_annotation" else None
         if found and found[1] in names:
-            yield (event["ts"] - began) / 1e3, event["dur"] / 1e3, names[found[1]], found[2] or "(root)"
+            yield (
+                (event["ts"] - began) / 1e3,
+                event["dur"] / 1e3,
+                names[found[1]],
+                found[2] or "(root)",
+            )
 
 
 def table(found):
@@ -49,10 +58,14 @@ def plot(found, path):
 
     units = list(dict.fromkeys(unit for *_, unit in found))
     figure, axes = plt.subplots(figsize=(9, 0.4 * len(units) + 1.2), layout="constrained")
-    for column, color in zip(COLUMNS, ("tab:blue", "tab:cyan", "tab:orange", "tab:red"), strict=True):
+    for column, color in zip(
+        COLUMNS, ("tab:blue", "tab:cyan", "tab:orange", "tab:red"), strict=True
+    ):
         for row, unit in enumerate(units):
             bars = [(at, wide) for at, wide, kind, of in found if of == unit and kind == column]
-            axes.broken_barh(bars, (row - 0.4, 0.8), color=color, label=column if row == 0 else None)
+            axes.broken_barh(
+                bars, (row - 0.4, 0.8), color=color, label=column if row == 0 else None
+            )
     axes.set_yticks(range(len(units)), units)
     axes.invert_yaxis()
     axes.set_xlabel("ms since the start of the step, on the CPU of one rank")

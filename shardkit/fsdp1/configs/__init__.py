@@ -26,8 +26,8 @@ _WHOLE = Note(
     "units",
     "the root alone",
     "noted",
-    "So the whole model is gathered at once, which is rarely intended. Name the classes of its blocks "
-    "in a wrap policy, or call shard_model(model), which makes a unit of each block.",
+    "So the whole model is gathered at once, which is rarely intended. Name the classes of its "
+    "blocks in a wrap policy, or call shard_model(model), which makes a unit of each block.",
 )
 
 
@@ -54,7 +54,8 @@ def from_config(
     format: str | None = None,
     strict: bool = True,
 ) -> Translation:
-    """Return the plan that a configuration of another tool asks for, and a note for every key of it.
+    """Return the plan that a configuration of another tool asks for, and a note for every key of
+    it.
 
     Pure and local: the model does not change, and it may be on the meta device. Formats are
     recognized by their keys: accelerate, transformers' TrainingArguments, axolotl and ROLL.
@@ -77,7 +78,10 @@ def from_config(
     reading = read_config(config, ranks, format=format)
     if strict and reading.refused:
         raise TranslationError(
-            "\n".join(message(note.argument, f"{note.value} is refused", note.sentence, "") for note in reading.refused)
+            "\n".join(
+                message(note.argument, f"{note.value} is refused", note.sentence, "")
+                for note in reading.refused
+            )
         )
     return build(reading.target, model, reading.notes, ranks)
 

@@ -314,7 +314,9 @@ def _with_experts(config: Config, mesh: MeshSpec | None, size: int) -> MeshSpec 
         return mesh
     if mesh is None or mesh.shard_size % size:
         of = "an unknown number of" if mesh is None else mesh.shard_size
-        config.problem("ep_size", f"{size} must divide the ranks that shard, {of} ranks", "Correct it")
+        config.problem(
+            "ep_size", f"{size} must divide the ranks that shard, {of} ranks", "Correct it"
+        )
         return mesh
     shape = (*mesh.shape[:-1], mesh.shard_size // size, size)
     return MeshSpec(shape, (*mesh.axis_names[:-1], "efsdp", "ep"), 2)
@@ -327,7 +329,8 @@ FORMATS: dict[str, Callable[[Config, Ranks], Target]] = {
     "roll": read_roll,
 }
 _SIGNS = {  # keys that only one tool has; transformers' come last, since axolotl passes them on
-    "accelerate": "distributed_type compute_environment main_training_function num_machines parallelism_config",
+    "accelerate": "distributed_type compute_environment main_training_function num_machines "
+    "parallelism_config",
     "axolotl": "base_model datasets micro_batch_size sequence_len fsdp_version "
     "fsdp_final_state_dict_type dp_shard_size dp_replicate_size context_parallel_size adapter",
     "roll": "strategy_args strategy_config strategy_name fsdp_size wrap_policy",

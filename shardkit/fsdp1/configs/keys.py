@@ -41,7 +41,9 @@ STATE_DICTS = {
 COMPILE = "noted: Not part of the plan: pass compile=True to shard_model."
 CONTEXT = "elsewhere: For other kinds of context parallelism; see split_sequence."
 NAMED = "mapped: With TRANSFORMER_BASED_WRAP a unit of each {}."
-SPLIT = 'mapped: These {0} ranks shard too. Call split_sequence(model, training_mesh(sp={0})["sp"]).'
+SPLIT = (
+    'mapped: These {0} ranks shard too. Call split_sequence(model, training_mesh(sp={0})["sp"]).'
+)
 TILES = "mapped: MLPs, by the names of their classes, compute in tiles; leave the patch out."
 _PINNED = "implied: Offloaded shards are pinned where there is an accelerator."
 
@@ -54,7 +56,9 @@ FSDP: Table = {
     "cpu_ram_efficient_loading": switch(
         "noted: Only rank 0 read the weights. Build under init_on_meta, then load_pretrained."
     ),
-    "state_dict_type final_state_dict_type": Key(choice(STATE_DICTS, numbered=True), STATE_DICTS, "SHARDED_STATE_DICT"),
+    "state_dict_type final_state_dict_type": Key(
+        choice(STATE_DICTS, numbered=True), STATE_DICTS, "SHARDED_STATE_DICT"
+    ),
     "auto_wrap_policy": Key(choice(POLICIES, numbered=True), {None: "implied: None.", **POLICIES}),
     "transformer_layer_cls_to_wrap": Key(NAMES, NAMED, ()),
     "min_num_params": Key(NUMBER, "noted: Only SIZE_BASED_WRAP uses it.", 0),
@@ -81,10 +85,14 @@ FSDP_1: Table = {
 }
 FSDP_2: Table = {
     **FSDP,
-    "reshard_after_forward": Key(BOOLEAN, "mapped: reshard_after_forward={}, in all units but the root.", True),
+    "reshard_after_forward": Key(
+        BOOLEAN, "mapped: reshard_after_forward={}, in all units but the root.", True
+    ),
     "sharding_strategy": Key(
         choice(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")),
-        dict.fromkeys(("FULL_SHARD", "SHARD_GRAD_OP"), "noted: Version 2 reads reshard_after_forward.")
+        dict.fromkeys(
+            ("FULL_SHARD", "SHARD_GRAD_OP"), "noted: Version 2 reads reshard_after_forward."
+        )
         | dict.fromkeys(
             ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
             "refused: Version 2 ignores it. Set fsdp_version: 1, or the sizes of a mesh.",
@@ -141,7 +149,7 @@ ACCELERATE: Table = {
     "*": "elsewhere: For the launcher or the training loop.",
 }
 
-# --- transformers 4 and 5.23, TrainingArguments; axolotl 0.5 to 0.16 -------------------------------
+# --- transformers 4 and 5.23, TrainingArguments; axolotl 0.5 to 0.16 ------------------------------
 
 
 def _words(value: object) -> tuple[str, ...] | None:
@@ -186,7 +194,9 @@ AXOLOTL: Table = {
     "optimizer": "elsewhere: Built after sharding; bitsandbytes' do not support DTensors.",
     "ring_attn_func heads_k_stride": CONTEXT,
     "fp8_enable_fsdp_float8_all_gather": "noted: torchao's weights all-gather in fp8 anyway.",
-    "fp32_norms": given("refused: Make norms units: by_class('RMSNorm', mp_policy=MixedPrecisionPolicy(float32))."),
+    "fp32_norms": given(
+        "refused: Make norms units: by_class('RMSNorm', mp_policy=MixedPrecisionPolicy(float32))."
+    ),
     "fp32_norm_classes": "noted: Classes of fp32_norms.",
     "fp8": given("refused: Convert layers with torchao before sharding."),
     "qat": given("noted: Prepare the model for QAT before sharding."),
@@ -198,7 +208,7 @@ AXOLOTL: Table = {
 }
 CONTEXT_PARALLEL: Table = {"size": Key(RANKS, SPLIT), "*": CONTEXT}
 
-# --- ROLL 2026-08: fsdp2_strategy.py, fsdp_utils.py, model_args.py -----------------------------------
+# --- ROLL 2026-08: fsdp2_strategy.py, fsdp_utils.py, model_args.py --------------------------------
 
 _EVERY = "mapped: For every unit and the root."
 ROLE: Table = {
@@ -206,7 +216,9 @@ ROLE: Table = {
     "device_mapping": "mapped: Its ranks, unless the command or torchrun says otherwise.",
     "training_args data_args generating_args infer_batch_size use_remove_padding name "
     "worker_cls": "elsewhere: For the training loop.",
-    "strategy_name": Key(choice(("fsdp2_train", "fsdp2_infer", "fsdp_train", "fsdp_infer")), "mapped: FSDP2."),
+    "strategy_name": Key(
+        choice(("fsdp2_train", "fsdp2_infer", "fsdp_train", "fsdp_infer")), "mapped: FSDP2."
+    ),
 }
 MODEL: Table = {
     "ulysses_size": Key(RANKS, SPLIT, 1),
@@ -227,9 +239,13 @@ STRATEGY_CONFIG: Table = {
         "mapped: Below the number of ranks it replicates, and shards over {}.",
         1,
     ),
-    "ep_size": Key(RANKS, "mapped: Split experts over the mesh's axis ep first; each is one parameter.", 1),
+    "ep_size": Key(
+        RANKS, "mapped: Split experts over the mesh's axis ep first; each is one parameter.", 1
+    ),
     "efsdp_size": "mapped: The ranks with the same experts shard them.",
-    "reshard_after_forward": Key(BOOLEAN, {None: "mapped: True, but for the root.", True: _EVERY, False: _EVERY}),
+    "reshard_after_forward": Key(
+        BOOLEAN, {None: "mapped: True, but for the root.", True: _EVERY, False: _EVERY}
+    ),
     "param_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(param_dtype={}).", torch.bfloat16),
     "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype={}).", torch.float32),
     "offload_policy": switch("mapped: CPUOffloadPolicy for every unit."),

@@ -98,7 +98,9 @@ Table: TypeAlias = Mapping[str, "Key | str"]
 SECTION = "elsewhere: Empty, or not read beside the others."
 
 
-def switch(on: str, off: str = "implied: Off.", default: bool | None = False, kind: Kind = BOOLEAN) -> Key:
+def switch(
+    on: str, off: str = "implied: Off.", default: bool | None = False, kind: Kind = BOOLEAN
+) -> Key:
     """A key that is true or false."""
     return Key(kind, {True: on, False: off}, default)
 

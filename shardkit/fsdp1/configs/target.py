@@ -52,7 +52,9 @@ class Precision:
 
     @classmethod
     def of(cls, dtype: torch.dtype | None, version: int) -> Precision:
-        """As accelerate: one dtype, to which it casts outputs (version 2) or buffers (version 1)."""
+        """As accelerate: one dtype, to which it casts outputs (version 2) or
+        buffers (version 1).
+        """
         return cls(dtype, dtype, dtype if version == 2 else None, dtype if version == 1 else None)
 
 
@@ -113,7 +115,9 @@ def _plan(target: Target, model: nn.Module) -> Any:
     precision, offload = target.precision, fsdp.OffloadPolicy()
     if target.offload:
         offload = fsdp.CPUOffloadPolicy(target.pin_memory and accelerator() != "cpu")
-    mp_policy = fsdp.MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output)
+    mp_policy = fsdp.MixedPrecisionPolicy(
+        precision.param, precision.reduce or precision.param, precision.output
+    )
     tiles = dict.fromkeys(_mlps(model), target.tiles) if target.tiles > 1 else None
     return plan_model(
         model,
@@ -131,7 +135,9 @@ def _root(target: Target) -> Overrides:
     return Overrides(reshard_after_forward=target.root_reshards)
 
 
-def _rules(target: Target, model: nn.Module, mp_policy: fsdp.MixedPrecisionPolicy) -> Iterator[Rule]:
+def _rules(
+    target: Target, model: nn.Module, mp_policy: fsdp.MixedPrecisionPolicy
+) -> Iterator[Rule]:
     """Yield the rules for units, the narrower ones first."""
     wrap = target.wrap
     if target.mesh is not None and "ep" in target.mesh.axis_names:

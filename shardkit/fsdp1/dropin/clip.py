@@ -24,7 +24,8 @@ def clip_grad_norm_(wrapper: nn.Module, max_norm: float, p: float) -> Tensor:
         for param in unit.fsdp_params:
             if has_gradient(param):
                 raise ShardkitError(
-                    f"{param.fqn} has a gradient that is not reduced yet. Clip after a backward outside of no_sync()."
+                    f"{param.fqn} has a gradient that is not reduced yet. Clip after a backward "
+                    "outside of no_sync()."
                 )
             sharded.setdefault(layout_of(param), []).append(param.plain)
             others.pop(param.plain, None)

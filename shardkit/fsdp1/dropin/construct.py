@@ -37,7 +37,9 @@ QUIET = "SHARDKIT_FSDP1_QUIET"
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
-def construct(module: nn.Module, given: Arguments, wrap: Callable[[nn.Module, Record], nn.Module]) -> Record:
+def construct(
+    module: nn.Module, given: Arguments, wrap: Callable[[nn.Module, Record], nn.Module]
+) -> Record:
     """Shard ``module`` in place, but for what is wrapped below it, and wrap what a policy chooses.
     Collective.
 
@@ -106,7 +108,9 @@ def _no_longer_root(wrapper: nn.Module, casts: bool = False) -> None:
         set_cast_forward_inputs(sharded, casts or casts_inputs(record.precision, False))
 
 
-def _cast_buffers(module: nn.Module, translation: Translation, record: Record, inner: list[str]) -> None:
+def _cast_buffers(
+    module: nn.Module, translation: Translation, record: Record, inner: list[str]
+) -> None:
     """Cast the buffers that no inner call has cast, and remember their dtypes for state dicts."""
     dtypes = {}
     for name, dtype in translation.buffer_dtypes.items():

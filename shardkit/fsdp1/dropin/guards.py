@@ -50,7 +50,9 @@ def install(ours: type[nn.Module]) -> None:
         return
     _installed = True
     for name in STATICS:
-        _replace(TorchFSDP, name, staticmethod(_guard(getattr(TorchFSDP, name), getattr(ours, name))))
+        _replace(
+            TorchFSDP, name, staticmethod(_guard(getattr(TorchFSDP, name), getattr(ours, name)))
+        )
     for name in METHODS:
         _replace(TorchFSDP, name, _guard(getattr(TorchFSDP, name), getattr(ours, name)))
     for where, names in PRIVATE.items():

@@ -57,7 +57,9 @@ _ATTRIBUTES: dict[str, Callable[[Record], Any]] = {
     "compute_device": lambda record: device_of(record.mesh),
     "_use_orig_params": lambda record: bool(record.given.use_orig_params),
     "_state_dict_type": lambda record: record.state_dict_settings.state_dict_type,
-    "_has_params": lambda record: False,  # accelerate upcasts flat parameters, which there are none of
+    "_has_params": lambda record: (
+        False
+    ),  # accelerate upcasts flat parameters, which there are none of
 }
 
 
@@ -122,7 +124,9 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return getattr(super().__getattr__(WRAPPED), name)
         except AttributeError:
-            if name not in dir(TorchFSDP) and not name.startswith(("_handle", "_flat_param", "_all_")):
+            if name not in dir(TorchFSDP) and not name.startswith(
+                ("_handle", "_flat_param", "_all_")
+            ):
                 raise
         raise UnavailableAttribute(
             f"{name} is an internal of FSDP1: FSDP2 has no flat parameters and no handles. Use "

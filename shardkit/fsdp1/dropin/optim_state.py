@@ -109,7 +109,9 @@ def optim_state_dict_to_load(
         group: ignored.
     """
     if is_named_optimizer:
-        raise Unavailable("is_named_optimizer=True is not supported. Pass the optimizer that it wraps.")
+        raise Unavailable(
+            "is_named_optimizer=True is not supported. Pass the optimizer that it wraps."
+        )
     from_rank0 = getattr(_config_of(model), "rank0_only", False)
     found = _to_load(model, optim, optim_state_dict, from_rank0=from_rank0)
     if load_directly:
@@ -170,12 +172,15 @@ def _config_of(model: nn.Module) -> OptimStateDictConfig:
     found = get_state_dict_type(model)
     if found is None:
         raise TranslationError(
-            "No part of the model is wrapped by FullyShardedDataParallel. Use shardkit.full_optimizer_state_dict."
+            "No part of the model is wrapped by FullyShardedDataParallel. Use "
+            "shardkit.full_optimizer_state_dict."
         )
     return found.optim_state_dict_config
 
 
-def as_optimizer_of_dtensors(optim: Optimizer | None, shards: Mapping[Tensor, PlainShard]) -> Optimizer:
+def as_optimizer_of_dtensors(
+    optim: Optimizer | None, shards: Mapping[Tensor, PlainShard]
+) -> Optimizer:
     """Return an optimizer like ``optim``, or of ``model.parameters()``, whose parameters are
     DTensors. Local.
     """

@@ -29,7 +29,8 @@ def replace() -> None:
     """Put the drop-in's classes into ``torch.distributed.fsdp``, in this process and those that it
     spawns.
     """
-    importlib.import_module("torch.distributed.checkpoint.state_dict")  # while it gets torch's class, as it knows FSDP2
+    # while it gets torch's class, as it knows FSDP2
+    importlib.import_module("torch.distributed.checkpoint.state_dict")
     for module, kind in _CLASSES.items():
         setattr(importlib.import_module(f"torch.distributed.fsdp{module}"), kind.__name__, kind)
     guards.install(FullyShardedDataParallel)  # before the program imports functions by name
@@ -67,7 +68,9 @@ def find(name: str, as_module: bool = False) -> tuple[CodeType, dict[str, Any]]:
         return compile(file.read(), path, "exec"), {"__file__": path, "__package__": None}
 
 
-def run(name: str, arguments: Sequence[str], code: CodeType, begin: dict[str, Any]) -> dict[str, Any]:
+def run(
+    name: str, arguments: Sequence[str], code: CodeType, begin: dict[str, Any]
+) -> dict[str, Any]:
     """Run a program that :func:`find` found, as ``python`` would, on the drop-in, and return its
     globals.
     """

@@ -116,7 +116,9 @@ def state_dict_type(
 def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> Any:
     """Return the state of a wrapped model by its settings, in ``destination`` if given."""
     if wants_live():
-        return nn.Module.state_dict(wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return nn.Module.state_dict(
+            wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
     with as_dtensors(wrapper):
         found = _by_settings(wrapper)
     _restore_buffer_dtypes(wrapper, found)

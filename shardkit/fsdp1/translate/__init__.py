@@ -1,4 +1,6 @@
-"""translate_fsdp1 and shard_like_fsdp1: FSDP1's arguments as a plan, with a note for each, and as a sharded model."""
+"""translate_fsdp1 and shard_like_fsdp1: FSDP1's arguments as a plan, with a note for each, and as a
+sharded model.
+"""
 
 from __future__ import annotations
 
@@ -58,16 +60,20 @@ def translate_fsdp1(
     ranks_per_node: int | None = None,
     world_size: int | None = None,
 ) -> Translation:
-    """Translate ``FullyShardedDataParallel(model, ...)`` to a plan for FSDP2 and a note for each argument.
+    """Translate ``FullyShardedDataParallel(model, ...)`` to a plan for FSDP2 and a note for each
+    argument.
 
-    Pure and local: the model does not change, and may be on the meta device. Without a process group, pass
-    ``world_size`` to plan for a cluster on a laptop. Arguments that are not below are FSDP1's, with its defaults; a
-    strategy may also be a name in any case or accelerate's number, and a policy may be a set of module classes.
+    Pure and local: the model does not change, and may be on the meta device. Without a process
+    group, pass ``world_size`` to plan for a cluster on a laptop. Arguments that are not below are
+    FSDP1's, with its defaults; a strategy may also be a name in any case or accelerate's number,
+    and a policy may be a set of module classes.
 
     Args:
         model: the whole model, not wrapped yet.
-        ranks_per_node: ranks that shard together in a hybrid strategy; None is torchrun's ``LOCAL_WORLD_SIZE``.
-        world_size: ranks to plan for; None is those of the process group, or torchrun's ``WORLD_SIZE``, or 1.
+        ranks_per_node: ranks that shard together in a hybrid strategy; None is torchrun's
+            ``LOCAL_WORLD_SIZE``.
+        world_size: ranks to plan for; None is those of the process group, or torchrun's
+            ``WORLD_SIZE``, or 1.
 
     Raises:
         TranslationError: FSDP1 would not take an argument either, or FSDP2 does not support it.
@@ -82,23 +88,26 @@ def translate_fsdp1(
 
 
 def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
-    """Shard ``model`` in place with FSDP2 as ``FullyShardedDataParallel(model, **arguments)`` would, and return it.
+    """Shard ``model`` in place with FSDP2 as ``FullyShardedDataParallel(model, **arguments)``
+    would, and return it.
 
-    The same as ``translate_fsdp1(model, **arguments).apply(model)``, with errors of one rank raised on all. Collective:
-    every rank must call it with the same arguments. Build the optimizer afterwards, since sharding replaces the
-    parameters. A model on the meta device is initialized as in FSDP1: each unit by ``param_init_fn``, or by
-    ``reset_parameters``, right before it is sharded. A model that every rank built under ``init_on_meta`` is
-    materialized from its recording instead.
+    The same as ``translate_fsdp1(model, **arguments).apply(model)``, with errors of one rank raised
+    on all. Collective: every rank must call it with the same arguments. Build the optimizer
+    afterwards, since sharding replaces the parameters. A model on the meta device is initialized as
+    in FSDP1: each unit by ``param_init_fn``, or by ``reset_parameters``, right before it is
+    sharded. A model that every rank built under ``init_on_meta`` is materialized from its recording
+    instead.
 
     Args:
         model: the whole model, not wrapped.
         arguments: those of ``translate_fsdp1``: FSDP1's own, ``ranks_per_node`` and ``world_size``.
 
     Raises:
-        TranslationError: with the model unchanged: FSDP1 would not take an argument either, or FSDP2 does not support
-            it. Also if ``param_init_fn`` fails, which leaves the model partly sharded.
-        PlanError: on every rank, with the model unchanged: ranks disagree, or the plan does not fit one of them; on
-            the other ranks where one rank alone raises a TranslationError.
+        TranslationError: with the model unchanged: FSDP1 would not take an argument either, or
+            FSDP2 does not support it. Also if ``param_init_fn`` fails, which leaves the model
+            partly sharded.
+        PlanError: on every rank, with the model unchanged: ranks disagree, or the plan does not fit
+            one of them; on the other ranks where one rank alone raises a TranslationError.
     """
     groups = groups_to_agree(arguments.get("process_group"), arguments.get("device_mesh"))
     translation, _ = shard_translated(model, lambda: translate_fsdp1(model, **arguments), groups)
@@ -148,7 +157,9 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
     ]
     units = {fqn: _settings(fqn, own, given, precisions) for fqn, own in wrapped.items()}
     units[""] = _settings("", {}, given, precisions)
-    plan = plan_from_units(tree, units, place.spec, ignored=left_alone, prefetch=int(given.forward_prefetch))
+    plan = plan_from_units(
+        tree, units, place.spec, ignored=left_alone, prefetch=int(given.forward_prefetch)
+    )
     notes = notes_on(model, given, strategy, wrapped, plan)
     if given.sync_module_states:
         plan = replace(plan, notes=(*plan.notes, _SYNC))
@@ -230,7 +241,9 @@ def innermost(fqn: str, units: Collection[str]) -> str:
     return next(name for name in (fqn, *ancestors(fqn)) if name in units)
 
 
-def mp_policy_of(precision: fsdp.MixedPrecision | None, *, is_root: bool) -> fsdp.MixedPrecisionPolicy:
+def mp_policy_of(
+    precision: fsdp.MixedPrecision | None, *, is_root: bool
+) -> fsdp.MixedPrecisionPolicy:
     """FSDP1 reduces in ``param_dtype`` if ``reduce_dtype`` is None; FSDP2 not since torch 2.15."""
     if precision is None:
         return fsdp.MixedPrecisionPolicy()

@@ -18,7 +18,9 @@ from shardkit.ranks import accelerator
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """FSDP1's arguments with its defaults, then shardkit's two; ``translate_fsdp1`` says what each is."""
+    """FSDP1's arguments with its defaults, then shardkit's two; ``translate_fsdp1`` says what each
+    is.
+    """
 
     process_group: Any = None
     sharding_strategy: Any = None
@@ -76,15 +78,21 @@ def check_precision(mixed_precision: fsdp.MixedPrecision | None) -> None:
 
 def check_unwrapped(model: nn.Module) -> None:
     """Raise TranslationError if FSDP1 has wrapped the model or part of it."""
-    wrapped = [fqn or "(root)" for fqn, module in model.named_modules() if isinstance(module, TorchFSDP)]
+    wrapped = [
+        fqn or "(root)" for fqn, module in model.named_modules() if isinstance(module, TorchFSDP)
+    ]
     if wrapped:
         rule = "A translation needs the plain model, since FSDP1 flattens parameters"
         fix = "Remove FullyShardedDataParallel, wrap() and enable_wrap()"
-        raise TranslationError(message(listing(wrapped, 6), "is wrapped by FSDP1 already", rule, fix))
+        raise TranslationError(
+            message(listing(wrapped, 6), "is wrapped by FSDP1 already", rule, fix)
+        )
 
 
 def device_of(device_id: Any) -> torch.device | None:
-    """Return the device of ``device_id``; an int is an accelerator's index, CUDA's if there is none."""
+    """Return the device of ``device_id``; an int is an accelerator's index, CUDA's if there is
+    none.
+    """
     if isinstance(device_id, int):
         kind = accelerator()
         return torch.device("cuda" if kind == "cpu" else kind, device_id)

@@ -44,7 +44,8 @@ ROWS = {
     "sync_module_states": "mapped: Parameters and buffers are broadcast before sharding",
     "forward_prefetch": "mapped: prefetch=1: each unit all-gathers the next one early",
     "limit_all_gathers": "noted: FSDP2 always limits all-gathers, without blocking the CPU",
-    "use_orig_params": "implied: Parameters keep their names and become DTensors: build the optimizer after sharding",
+    "use_orig_params": "implied: Parameters keep their names and become DTensors: build the optimizer after "
+    "sharding",
     "ignored_states": "mapped: As ignored_modules; parameters: ignored_params",
     "device_mesh": "mapped: The mesh itself, or a named mesh of its groups",
     "mixed_precision.param_dtype": "mapped: param_dtype of the policy; outputs stay in it",

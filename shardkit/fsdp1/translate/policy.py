@@ -67,7 +67,9 @@ def _or_apart(policy: Any, apart: tuple[type[nn.Module], ...]) -> Any:
     return either
 
 
-def ignored_by(ignored_modules: Any, ignored_states: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
+def ignored_by(
+    ignored_modules: Any, ignored_states: Any
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """Return the modules that FSDP1 would ignore, with all below them, and the parameters."""
     modules: set[nn.Module] = set()
     params: set[nn.Parameter] = set()

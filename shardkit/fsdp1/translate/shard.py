@@ -1,4 +1,6 @@
-"""A translation, and sharding a model by it: the only part of ``translate`` that changes a model."""
+"""A translation, and sharding a model by it: the only part of ``translate`` that
+changes a model.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ for name, dtype in {}.items():
 class Translation:
     """A plan, a note for every argument that is not at its default, and what a plan does not hold.
 
-    Plain data, made without changing the model; ``print(translation)`` shows the plan and the notes.
+    Plain data, made without changing the model; ``print(translation)`` shows the plan and the
+    notes.
 
     Attributes:
         plan: the ``fully_shard`` calls.
@@ -141,7 +144,9 @@ def shard_translated(
 def _facts(model: nn.Module, translation: Translation, any_start: bool) -> dict[str, Any]:
     """Return what must be equal on all ranks."""
     plan, syncs = translation.plan, translation.sync_module_states
-    facts = {"sync_module_states": str(syncs)} if any_start and not syncs else facts_of(model, syncs)
+    facts = (
+        {"sync_module_states": str(syncs)} if any_start and not syncs else facts_of(model, syncs)
+    )
     if syncs:
         # A meta rank may begin in another dtype than the first, and cast in param_init_fn.
         params = (spec._replace(dtype=torch.float32) for spec in plan.params)
@@ -258,7 +263,9 @@ class _UnitStates:
                 param = self._model.get_parameter(spec.fqn)
                 setattr(self._model.get_submodule(owner), name, param)
 
-    def _check_made(self, unit: ShardUnit, modules: list[nn.Module], params: Mapping[str, nn.Parameter]) -> None:
+    def _check_made(
+        self, unit: ShardUnit, modules: list[nn.Module], params: Mapping[str, nn.Parameter]
+    ) -> None:
         wrong = [
             spec.fqn
             for spec in self._translation.plan.specs_of(unit)

@@ -95,7 +95,9 @@ def check_ranks(argument: str, value: Any) -> None:
 def _ranks_of_this_node(strategy: ShardingStrategy) -> int:
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not launched.isdecimal():
-        problem = f"{strategy.name} shards within a node, and the number of ranks per node is unknown"
+        problem = (
+            f"{strategy.name} shards within a node, and the number of ranks per node is unknown"
+        )
         fix = "Pass ranks_per_node=8, or start with torchrun"
         raise _error("sharding_strategy", problem, fix)
     return int(launched)

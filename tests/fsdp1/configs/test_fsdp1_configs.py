@@ -45,7 +45,12 @@ def test_the_examples_are_plans_that_can_be_applied(file):
     model, tiled = Declaring(), file.stem == "roll_pipeline"
     model.layers[1].up, model.layers[2].up = Expert(8, 16), MLP(8, 16)
     translation = from_config(file, model, world_size=16, ranks_per_node=8)
-    assert {note.support for note in translation.notes} <= {"mapped", "implied", "noted", "elsewhere"}
+    assert {note.support for note in translation.notes} <= {
+        "mapped",
+        "implied",
+        "noted",
+        "elsewhere",
+    }
     plan = translation.plan
     assert plan.tiles == ((("layers.2.up", 8),) if tiled else ())
     with fake_world(plan.mesh.size):
@@ -56,7 +61,7 @@ def test_the_examples_are_plans_that_can_be_applied(file):
     assert counts == plan.collectives()
 
 
-# --- accelerate -----------------------------------------------------------------------------------------------------
+# --- accelerate -----------------------------------------------------------------------------------
 
 NAMES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 MESHES = [MeshSpec.sharded(16), MeshSpec.sharded(16), MeshSpec.hybrid(16, 1), HYBRID, HYBRID]
@@ -65,7 +70,12 @@ RESHARDS = [True, False, False, True, False]
 
 def accelerate(**fsdp):
     section = {f"fsdp_{key}": value for key, value in fsdp.items()}
-    return {"distributed_type": "FSDP", "num_processes": 16, "num_machines": 2, "fsdp_config": section}
+    return {
+        "distributed_type": "FSDP",
+        "num_processes": 16,
+        "num_machines": 2,
+        "fsdp_config": section,
+    }
 
 
 @pytest.mark.parametrize("key", ["sharding_strategy", "reshard_after_forward"])
@@ -77,7 +87,9 @@ def test_each_strategy_of_version_1_keeps_its_mesh(key):
 
 
 def test_all_wrong_values_are_said_at_once():
-    config = accelerate(sharding_strategy=6, offload_params="perhaps", min_num_params=-1) | {"mixed_precision": "int8"}
+    config = accelerate(sharding_strategy=6, offload_params="perhaps", min_num_params=-1) | {
+        "mixed_precision": "int8"
+    }
     with pytest.raises(TranslationError) as error:
         read(config)
     lines = str(error.value).splitlines()
@@ -96,7 +108,10 @@ def test_a_hybrid_strategy_needs_the_ranks_of_a_node():
     with pytest.raises(TranslationError, match="ranks_per_node"):
         read(config, 16)
     assert read(config, 16, 4).target.mesh == MeshSpec.hybrid(4, 4)
-    with pytest.raises(TranslationError, match=r"needs a known number of ranks for HYBRID_SHARD\. Pass world_size=16"):
+    with pytest.raises(
+        TranslationError,
+        match=r"needs a known number of ranks for HYBRID_SHARD\. Pass world_size=16",
+    ):
         read(config)
 
 
@@ -109,12 +124,14 @@ def test_context_parallel_ranks_shard_and_tensor_parallel_ones_do_not():
         read(accelerate(version=2) | {"parallelism_config": section, "num_processes": 8})
 
 
-# --- Refusing, and formats ------------------------------------------------------------------------------------------
+# --- Refusing, and formats ------------------------------------------------------------------------
 
 
 def test_a_refused_key_raises_unless_it_is_asked_not_to():
     config = accelerate(state_dict_type="LOCAL_STATE_DICT")
-    with pytest.raises(TranslationError, match=r"fsdp_config\.fsdp_state_dict_type LOCAL_STATE_DICT is refused"):
+    with pytest.raises(
+        TranslationError, match=r"fsdp_config\.fsdp_state_dict_type LOCAL_STATE_DICT is refused"
+    ):
         from_config(config, Decoder())
     translation = from_config(config, Decoder(), strict=False)
     assert [note.argument for note in translation.refused] == ["fsdp_config.fsdp_state_dict_type"]
@@ -123,7 +140,10 @@ def test_a_refused_key_raises_unless_it_is_asked_not_to():
 def test_what_is_not_recognized_says_what_was_seen_and_what_is_known():
     for config, said in (
         ({"zero_optimization": {"stage": 3}}, "has none of the keys of a known format"),
-        ({"distributed_type": "FSDP", "strategy_args": {}}, "accelerate .distributed_type., and of roll"),
+        (
+            {"distributed_type": "FSDP", "strategy_args": {}},
+            "accelerate .distributed_type., and of roll",
+        ),
     ):
         with pytest.raises(TranslationError, match=said) as error:
             read(config)
@@ -148,15 +168,18 @@ def test_a_file_that_holds_no_keys_is_an_error(name, text, said, tmp_path):
         read(tmp_path / name)
 
 
-# --- With a model ---------------------------------------------------------------------------------------------------
+# --- With a model ---------------------------------------------------------------------------------
 
 
 def test_a_plan_needs_the_ranks_and_classes_that_are_there():
-    with pytest.raises(TranslationError, match=r"the number of ranks is given neither by.*Pass world_size=8"):
+    with pytest.raises(
+        TranslationError, match=r"the number of ranks is given neither by.*Pass world_size=8"
+    ):
         from_config({"fsdp": "full_shard", "fsdp_config": {}}, Decoder())
     config = accelerate(auto_wrap_policy=1, transformer_layer_cls_to_wrap="LlamaDecoderLayer")
     with pytest.raises(
-        TranslationError, match=r"names LlamaDecoderLayer, not in the model\. Its classes are Block, Decoder"
+        TranslationError,
+        match=r"names LlamaDecoderLayer, not in the model\. Its classes are Block, Decoder",
     ):
         from_config(config, Decoder())
 

@@ -22,7 +22,7 @@ def support(reading, key):
     return next(note.support for note in reading.notes if note.argument == key)
 
 
-# --- transformers ---------------------------------------------------------------------------------------------------
+# --- transformers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,11 @@ def support(reading, key):
 def test_the_words_of_fsdp(words, mesh, reshard):
     reading = read({"fsdp": words})
     target = reading.target
-    assert (reading.format, target.mesh, target.reshard_after_forward) == ("transformers", mesh, reshard)
+    assert (reading.format, target.mesh, target.reshard_after_forward) == (
+        "transformers",
+        mesh,
+        reshard,
+    )
     assert target.offload == ("offload" in words)
     assert target.wrap == Wrap("declared" if "auto_wrap" in words else "root")
     assert target.strategy is not None
@@ -46,7 +50,10 @@ def test_the_words_of_fsdp(words, mesh, reshard):
 @pytest.mark.parametrize(
     ("config", "wrap"),
     [
-        ({"fsdp": "auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": "A"}}, Wrap("classes", ("A",))),
+        (
+            {"fsdp": "auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": "A"}},
+            Wrap("classes", ("A",)),
+        ),
         ({"fsdp": True, "fsdp_config": {}}, Wrap("declared")),
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}, Wrap("root")),
     ],
@@ -57,10 +64,14 @@ def test_the_units_of_transformers(config, wrap):
 
 def test_units_by_size_are_refused_by_the_key_that_asks_for_them():
     reading = read({"fsdp": "auto_wrap", "fsdp_config": {"min_num_params": 9}})
-    assert [note.argument for note in reading.notes if note.support == "refused"] == ["fsdp_config.min_num_params"]
+    assert [note.argument for note in reading.notes if note.support == "refused"] == [
+        "fsdp_config.min_num_params"
+    ]
     old = read({"fsdp": "auto_wrap", "fsdp_min_num_params": 9})  # before transformers 4.34
     assert support(old, "fsdp_min_num_params") == "refused"
-    named = read({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 9}})
+    named = read(
+        {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 9}}
+    )
     assert support(named, "fsdp_config.auto_wrap_policy") == "refused"
 
 
@@ -73,10 +84,15 @@ def test_units_that_are_named_without_auto_wrap_are_not_made():
 
 
 def test_a_switch_is_version_2_and_words_are_version_1():
-    assert read({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}).target.strategy is None
+    assert (
+        read({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}).target.strategy
+        is None
+    )
     assert read({"fsdp": True, "fsdp_config": {"version": 1}}).target.strategy is not None
     assert read({"fsdp": "full_shard", "fsdp_config": {"version": 2}}).target.strategy is None
-    assert support(read({"fsdp": "hybrid_shard", "fsdp_config": {"version": 2}}), "fsdp") == "refused"
+    assert (
+        support(read({"fsdp": "hybrid_shard", "fsdp_config": {"version": 2}}), "fsdp") == "refused"
+    )
     assert support(read({"fsdp": "", "fsdp_config": {}}), "fsdp") == "refused"
 
 
@@ -87,7 +103,8 @@ def test_a_switch_is_version_2_and_words_are_version_1():
         ({"fsdp": 3}, "fsdp must be true, or words such as full_shard auto_wrap, got 3"),
         (
             {"fsdp": "shard_grad_op", "fsdp_config": {"sharding_strategy": "FULL_SHARD"}},
-            "fsdp_config.sharding_strategy is FULL_SHARD, but elsewhere the strategy is SHARD_GRAD_OP",
+            "fsdp_config.sharding_strategy is FULL_SHARD, but elsewhere the strategy is "
+            "SHARD_GRAD_OP",
         ),
         ({"fsdp": "full_shard", "fsdp_config": "absent.json"}, "absent.json cannot be read"),
     ],
@@ -107,12 +124,16 @@ def test_fsdp_config_may_be_a_file(tmp_path):
 
 
 def test_dtypes_of_training_arguments():
-    assert read({"fsdp": "full_shard", "bf16": True}).target.precision == Precision(BF16, BF16, None, BF16)
-    assert read({"fsdp": True, "fsdp_config": {}, "fp16": True}).target.precision == Precision(FP16, FP16, FP16)
+    assert read({"fsdp": "full_shard", "bf16": True}).target.precision == Precision(
+        BF16, BF16, None, BF16
+    )
+    assert read({"fsdp": True, "fsdp_config": {}, "fp16": True}).target.precision == Precision(
+        FP16, FP16, FP16
+    )
     assert read({"fsdp": "full_shard", "bf16": False}).target.precision == Precision()
 
 
-# --- axolotl --------------------------------------------------------------------------------------------------------
+# --- axolotl --------------------------------------------------------------------------------------
 
 
 def axolotl(**config):
@@ -122,9 +143,12 @@ def axolotl(**config):
 @pytest.mark.parametrize("prefix", ["", "fsdp_"])
 def test_axolotls_prefix_is_optional(prefix):
     section = {
-        f"{prefix}{key}": value for key, value in (("offload_params", True), ("state_dict_type", "FULL_STATE_DICT"))
+        f"{prefix}{key}": value
+        for key, value in (("offload_params", True), ("state_dict_type", "FULL_STATE_DICT"))
     }
-    target = read(axolotl(fsdp_version=2, fsdp_config=section | {f"{prefix}reshard_after_forward": False})).target
+    target = read(
+        axolotl(fsdp_version=2, fsdp_config=section | {f"{prefix}reshard_after_forward": False})
+    ).target
     assert (target.offload, target.reshard_after_forward) == (True, False)
     assert not target.root_reshards
 
@@ -134,7 +158,9 @@ def test_pinned_memory_is_version_2s_to_turn_off():
     key = "fsdp_config.cpu_offload_pin_memory"
     for offloads in (True, False):
         section["offload_params"] = offloads
-        with pytest.raises(TranslationError, match=r"FSDP1 always pins offloaded parameters\. Set fsdp_version: 2"):
+        with pytest.raises(
+            TranslationError, match=r"FSDP1 always pins offloaded parameters\. Set fsdp_version: 2"
+        ):
             from_config(axolotl(fsdp_version=1, fsdp_config=section), Decoder(), world_size=16)
         reading = read(axolotl(fsdp_version=2, fsdp_config=section))
         assert (support(reading, key), reading.target.pin_memory) == ("mapped", False)
@@ -145,7 +171,9 @@ def test_the_sizes_of_axolotls_axes():
     reading = read(axolotl(fsdp_version=2, fsdp_config={"reshard_after_forward": True}, **sizes))
     assert (reading.target.mesh, reading.target.axes) == (MeshSpec.sharded(8), {"tp": 2, "cp": 4})
     assert [support(reading, key) for key in sizes] == ["mapped", "noted", "mapped"]
-    rest = read(axolotl(fsdp_version=2, tensor_parallel_size=2, fsdp_config={"reshard_after_forward": True}))
+    rest = read(
+        axolotl(fsdp_version=2, tensor_parallel_size=2, fsdp_config={"reshard_after_forward": True})
+    )
     assert rest.target.mesh == MeshSpec.sharded(8)
     with pytest.raises(TranslationError, match="sizes of axes need FSDP version 2"):
         read(axolotl(fsdp_version=1, tensor_parallel_size=2, fsdp_config={}))
@@ -156,16 +184,25 @@ def test_axolotls_section_of_context_parallelism():
     config = {"dp_shard_size": 2, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
     reading = read(axolotl(context_parallel=section, **config))
     assert (reading.target.mesh, reading.target.axes) == (MeshSpec.sharded(16), {"cp": 8})
-    with pytest.raises(TranslationError, match=r"context_parallel\.size is 8, but context_parallel_size is 2"):
+    with pytest.raises(
+        TranslationError, match=r"context_parallel\.size is 8, but context_parallel_size is 2"
+    ):
         read(axolotl(context_parallel=section, context_parallel_size=2, **config))
 
 
 def test_axolotls_tiles_are_of_mlps():
-    reading = read(axolotl(tiled_mlp=True, tiled_mlp_num_shards=4, tiled_mlp_use_original_mlp=False))
+    reading = read(
+        axolotl(tiled_mlp=True, tiled_mlp_num_shards=4, tiled_mlp_use_original_mlp=False)
+    )
     assert reading.target.tiles == 4
-    assert [support(reading, f"tiled_mlp{rest}") for rest in ("", "_num_shards")] == ["mapped", "mapped"]
+    assert [support(reading, f"tiled_mlp{rest}") for rest in ("", "_num_shards")] == [
+        "mapped",
+        "mapped",
+    ]
     assert support(reading, "tiled_mlp_use_original_mlp") == "noted"
-    assert support(read(axolotl(tiled_mlp=True)), "tiled_mlp") == "refused", "its number of tiles is not in the file"
+    assert support(read(axolotl(tiled_mlp=True)), "tiled_mlp") == "refused", (
+        "its number of tiles is not in the file"
+    )
     assert read(axolotl(tiled_mlp=False, tiled_mlp_num_shards=4)).target.tiles == 1
 
 
@@ -174,11 +211,14 @@ def test_versions_that_disagree_are_an_error():
         read(axolotl(fsdp_version=1, fsdp_config={"version": 2}))
 
 
-# --- ROLL -------------------------------------------------------------------------------------------------------------
+# --- ROLL -----------------------------------------------------------------------------------------
 
 
 def roll(role=(), **config):
-    return {"strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": config}, **dict(role)}
+    return {
+        "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": config},
+        **dict(role),
+    }
 
 
 @pytest.mark.parametrize(
@@ -213,13 +253,17 @@ def test_rolls_tiles_are_of_mlps():
     reading = read(roll(apply_tiled_mlp=True))
     assert reading.target.tiles == 4
     assert read(roll(apply_tiled_mlp=False, tiled_num_shards=8)).target.tiles == 1
-    with pytest.raises(TranslationError, match="tiles needs a class of the model that is named as an MLP"):
+    with pytest.raises(
+        TranslationError, match="tiles needs a class of the model that is named as an MLP"
+    ):
         from_config(roll(apply_tiled_mlp=True), Decoder(), world_size=16)
 
 
 def test_rolls_dtypes_are_its_defaults():
     assert read(roll()).target.precision == Precision(BF16, FP32)
-    assert read(roll(param_dtype="fp16", reduce_dtype="fp16")).target.precision == Precision(FP16, FP16)
+    assert read(roll(param_dtype="fp16", reduce_dtype="fp16")).target.precision == Precision(
+        FP16, FP16
+    )
 
 
 class Vision(nn.Module):
@@ -249,7 +293,9 @@ def test_vision_blocks_take_inputs_as_they_are_and_ends_are_units():
     plan = from_config(config, Vision(), world_size=16).plan
     casts = {unit.name: unit.mp_policy.cast_forward_inputs for unit in plan.units}
     towers = {"visual.0": False, "visual.1": False}
-    blocks = dict.fromkeys(("model.embed", "lm_head", *(f"model.layers.{i}" for i in range(3)), "(root)"), True)
+    blocks = dict.fromkeys(
+        ("model.embed", "lm_head", *(f"model.layers.{i}" for i in range(3)), "(root)"), True
+    )
     assert casts == towers | blocks
     assert all(unit.reshard_after_forward is True for unit in plan.units)
 
@@ -262,7 +308,9 @@ def test_experts_are_units_only_with_the_patch_that_calls_them_all():
 
 
 def test_rolls_expert_parallelism_puts_experts_on_an_axis_of_their_own():
-    config = roll(ep_size=4, efsdp_size=2, fsdp_size=8, wrap_policy={"transformer_layer_cls_to_wrap": "Block"})
+    config = roll(
+        ep_size=4, efsdp_size=2, fsdp_size=8, wrap_policy={"transformer_layer_cls_to_wrap": "Block"}
+    )
     reading = read(config)
     assert reading.target.mesh == MeshSpec((2, 2, 4), ("dp_replicate", "efsdp", "ep"))
     keys = [f"strategy_args.strategy_config.{key}" for key in ("ep_size", "efsdp_size")]

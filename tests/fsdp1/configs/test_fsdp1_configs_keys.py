@@ -1,4 +1,6 @@
-"""Random configurations of every format, a target or an error and one note for each key; and what the tables hold."""
+"""Random configurations of every format, a target or an error and one note for each key; and what
+the tables hold.
+"""
 
 import pytest
 import torch.nn as nn
@@ -14,20 +16,28 @@ from shardkit.fsdp1.configs.target import Ranks
 
 MODULES = (keys,)
 TABLES = [
-    getattr(module, name) for module in MODULES for name, kind in module.__annotations__.items() if kind == "Table"
+    getattr(module, name)
+    for module in MODULES
+    for name, kind in module.__annotations__.items()
+    if kind == "Table"
 ]
 # Keys that functions read, and keys of no format; each is drawn wherever keys are.
 OTHERS = (
-    "sharding_strategy reshard_after_forward auto_wrap_policy transformer_layer_cls_to_wrap min_num_params version "
-    "mixed_precision num_processes bf16 fp16 fsdp_version dp_shard_size tensor_parallel_size "
-    "zz q_x Qqq 0 zz.top"
+    "sharding_strategy reshard_after_forward auto_wrap_policy transformer_layer_cls_to_wrap "
+    "min_num_params version mixed_precision num_processes bf16 fp16 fsdp_version dp_shard_size "
+    "tensor_parallel_size zz q_x Qqq 0 zz.top"
 )
-NAMES = sorted({*OTHERS.split(), *(word for table in TABLES for words in table for word in words.split())} - {"*"})
+NAMES = sorted(
+    {*OTHERS.split(), *(word for table in TABLES for words in table for word in words.split())}
+    - {"*"}
+)
 VALUES = st.sampled_from(
     [True, False, "true", None, 1, 2, "8", 16, "full_shard", "HYBRID_SHARD", "bf16", "no", "Block", ["Block", "Linear"],
         "TRANSFORMER_BASED_WRAP", "SHARDED_STATE_DICT", "BACKWARD_POST", "list(range(0,16))", {}, {"x": 1}]
 )  # fmt: skip
-SECTION = st.dictionaries(st.sampled_from([*NAMES, *(f"fsdp_{name}" for name in NAMES)]), VALUES, max_size=3)
+SECTION = st.dictionaries(
+    st.sampled_from([*NAMES, *(f"fsdp_{name}" for name in NAMES)]), VALUES, max_size=3
+)
 START = {
     "accelerate": {"num_processes": 16, "num_machines": 2},
     "transformers": {"fsdp": "full_shard auto_wrap"},
@@ -38,7 +48,9 @@ SECTIONS = {"roll": ("strategy_config", "model_args", "actor_train")}  # the oth
 
 
 def leaves(config, notes, path=""):
-    """The places of the keys of a configuration: those of a section, unless a note is on the section itself."""
+    """The places of the keys of a configuration: those of a section, unless a note is on the
+    section itself.
+    """
     answered = {note.argument for note in notes}
     for key, value in config.items():
         place = f"{path}.{key}" if path else str(key)
@@ -62,7 +74,9 @@ def test_every_key_is_answered_for_once(name, data):
         return
     arguments = [note.argument for note in reading.notes if note.argument != "units"]
     assert sorted(arguments) == sorted(leaves(config, reading.notes))
-    assert all(note.support in SUPPORT and note.sentence.endswith((".", "?")) for note in reading.notes)
+    assert all(
+        note.support in SUPPORT and note.sentence.endswith((".", "?")) for note in reading.notes
+    )
     try:
         translation = from_config(config, MODEL, world_size=16, ranks_per_node=8, format=name)
     except (TranslationError, PlanError):

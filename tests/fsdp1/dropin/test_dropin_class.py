@@ -23,25 +23,50 @@ BF16 = torch.bfloat16
 
 def trees():
     """Both kinds of wrapped decoder, with the same arguments."""
-    return fsdp1(Decoder(), auto_wrap_policy=BLOCKS, use_orig_params=True), FSDP(Decoder(), auto_wrap_policy=BLOCKS)
+    return fsdp1(Decoder(), auto_wrap_policy=BLOCKS, use_orig_params=True), FSDP(
+        Decoder(), auto_wrap_policy=BLOCKS
+    )
 
 
 @distributed(world_size=2, backend="gloo")
 def test_what_a_program_sees_of_a_wrapped_model():
     theirs, ours = trees()
     plain = Decoder()
-    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
-    assert [name for name, _ in ours.named_buffers()] == [name for name, _ in theirs.named_buffers()]
-    assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
-    assert {param.ndim for param in ours.parameters()} == {1} != {param.ndim for param in plain.parameters()}
+    assert [name for name, _ in ours.named_parameters()] == [
+        name for name, _ in theirs.named_parameters()
+    ]
+    assert [name for name, _ in ours.named_buffers()] == [
+        name for name, _ in theirs.named_buffers()
+    ]
+    assert [name for name, _ in ours.named_modules()] == [
+        name for name, _ in theirs.named_modules()
+    ]
+    assert (
+        {param.ndim for param in ours.parameters()}
+        == {1}
+        != {param.ndim for param in plain.parameters()}
+    )
     assert isinstance(ours.module, Decoder)
     assert isinstance(ours.layers[1], FSDP)
     assert isinstance(ours.layers[1].module, Block)
     assert ours.embed is ours.module.embed
     assert len(FSDP.fsdp_modules(ours)) == len(TorchFSDP.fsdp_modules(theirs)) == 4
     assert FSDP.fsdp_modules(nn.Sequential(ours), root_only=True) == [ours]
-    names = ("rank", "world_size", "sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch")
-    for name in (*names, "forward_prefetch", "limit_all_gathers", "compute_device", "_state_dict_type"):
+    names = (
+        "rank",
+        "world_size",
+        "sharding_strategy",
+        "mixed_precision",
+        "cpu_offload",
+        "backward_prefetch",
+    )
+    for name in (
+        *names,
+        "forward_prefetch",
+        "limit_all_gathers",
+        "compute_device",
+        "_state_dict_type",
+    ):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.process_group.size() == 2
     assert not hasattr(ours, "_handles")
@@ -86,7 +111,10 @@ def test_summoned_parameters():
     with FSDP.summon_full_params(ours):
         shown = dict(ours.named_parameters())
         assert shown.keys() == full.keys()
-        assert all(torch.equal(shown[name], full[name]) and type(shown[name]) is nn.Parameter for name in full)
+        assert all(
+            torch.equal(shown[name], full[name]) and type(shown[name]) is nn.Parameter
+            for name in full
+        )
         ours.module.norm.bias.data.fill_(3)
         with FSDP.summon_full_params(ours):
             assert dict(ours.named_parameters()).keys() == shown.keys()
@@ -118,7 +146,11 @@ def test_an_optimizer_built_before_wrapping():
         model = Decoder() if before else FSDP(Decoder(), auto_wrap_policy=BLOCKS)
         decay = [param for param in model.parameters() if param.requires_grad and param.ndim > 1]
         others = [param for param in model.parameters() if param.requires_grad and param.ndim == 1]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}, {"params": []}]
+        groups = [
+            {"params": decay, "weight_decay": 0.1},
+            {"params": others, "lr": 1e-3},
+            {"params": []},
+        ]
         optimizer = kind(groups, lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         model = wrapper(model, auto_wrap_policy=BLOCKS, use_orig_params=True) if before else model
@@ -134,7 +166,9 @@ def test_an_optimizer_built_before_wrapping():
 
     assert torch.equal(trained(FSDP), trained(fsdp1))
     with pytest.raises(RuntimeError, match="size"):
-        trained(FSDP, torch.optim.Adagrad)  # has state from the start, as large as the full parameters
+        trained(
+            FSDP, torch.optim.Adagrad
+        )  # has state from the start, as large as the full parameters
 
 
 class Speaker(nn.Module):
@@ -195,7 +229,9 @@ def test_parameters_are_the_sharded_ones_whenever_they_are_asked_for():
     with torch.no_grad():
         token_loss(model, 0)
     params = list(model.parameters())
-    assert all(one is other for one, other in zip(params, nn.Sequential(model).parameters(), strict=True))
+    assert all(
+        one is other for one, other in zip(params, nn.Sequential(model).parameters(), strict=True)
+    )
     loss = token_loss(model, 1)
     assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
     loss.backward()
@@ -211,11 +247,15 @@ def test_parameters_are_the_sharded_ones_whenever_they_are_asked_for():
 def test_one_optimizer_for_sharded_and_ignored_parameters():
     def trained(wrapper, **how):
         model = Decoder()
-        model = wrapper(model, auto_wrap_policy=BLOCKS, use_orig_params=True, ignored_states=[model.norm])
+        model = wrapper(
+            model, auto_wrap_policy=BLOCKS, use_orig_params=True, ignored_states=[model.norm]
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
         found = []
         for step in range(3):
-            loss = token_loss(model, step)  # one batch for both ranks, as ignored gradients are not reduced
+            loss = token_loss(
+                model, step
+            )  # one batch for both ranks, as ignored gradients are not reduced
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -35,10 +35,17 @@ def test_torchs_function_acts_on_a_model_of_ours(name, monkeypatch, request):
     if name != "rekey_optim_state_dict":
         assert list(inspect.signature(getattr(FSDP, name)).parameters) == list(torchs.parameters)
     calls = []
-    monkeypatch.setattr(FSDP, name, staticmethod(lambda *args, **kwargs: calls.append((*args, *kwargs.values()))))
+    monkeypatch.setattr(
+        FSDP, name, staticmethod(lambda *args, **kwargs: calls.append((*args, *kwargs.values())))
+    )
     guarded = request.getfixturevalue("guarded")  # which installs what is there then
-    for model in (guarded, guarded[0]) if "self" in torchs.parameters else (nn.Sequential(guarded),):
-        given = {each: model if each in ("self", "model", "module") else None for each in torchs.parameters}
+    for model in (
+        (guarded, guarded[0]) if "self" in torchs.parameters else (nn.Sequential(guarded),)
+    ):
+        given = {
+            each: model if each in ("self", "model", "module") else None
+            for each in torchs.parameters
+        }
         getattr(TorchFSDP, name)(*given.values())
         assert any(each is model for each in calls.pop())
 
@@ -47,7 +54,9 @@ def test_for_other_models_and_callers_it_is_torchs(guarded):
     plain = nn.Linear(2, 2)
     assert TorchFSDP.fsdp_modules(plain) == []
     assert TorchFSDP.get_state_dict_type(plain) is None
-    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'module' and 'state_dict_type'"):
+    with pytest.raises(
+        TypeError, match="missing 2 required positional arguments: 'module' and 'state_dict_type'"
+    ):
         TorchFSDP.state_dict_type()
     # torch.distributed.checkpoint asks FSDP1 first, and knows FSDP2.
     assert get_model_state_dict(fully_shard(nn.Linear(2, 2))).keys() == {"weight", "bias"}
@@ -75,7 +84,13 @@ def test_the_scaler_is_torchs_by_its_arguments_and_its_class():
     assert inspect.signature(ShardedGradScaler) == inspect.signature(TorchScaler)
     scaler = ShardedGradScaler("cpu", 4.0, 0.25, 8.0, 3)
     assert isinstance(scaler, TorchScaler)
-    state = {"scale": 4.0, "growth_factor": 8.0, "backoff_factor": 0.25, "growth_interval": 3, "_growth_tracker": 0}
+    state = {
+        "scale": 4.0,
+        "growth_factor": 8.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 3,
+        "_growth_tracker": 0,
+    }
     assert scaler.state_dict() == TorchScaler("cpu", 4.0, 0.25, 8.0, 3).state_dict() == state
     assert ShardedGradScaler(enabled=False).scale(torch.ones(())) == 1
 
@@ -88,7 +103,9 @@ def test_an_optimizer_built_before_wrapping_is_scaled_clipped_and_stepped(kind):
     for is_plain in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-        optimizer = kind(model.parameters(), lr=0.1, **{"momentum": 0.9} if kind is torch.optim.SGD else {})
+        optimizer = kind(
+            model.parameters(), lr=0.1, **{"momentum": 0.9} if kind is torch.optim.SGD else {}
+        )
         model = model if is_plain else FSDP(model, ignored_modules=[model[2]], use_orig_params=True)
         scaler = (torch.amp.GradScaler if is_plain else ShardedGradScaler)("cpu", init_scale=4.0)
         found = []
@@ -96,7 +113,11 @@ def test_an_optimizer_built_before_wrapping_is_scaled_clipped_and_stepped(kind):
             loss = model(data).square().mean()
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) if is_plain else model.clip_grad_norm_(0.1)
+            norm = (
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                if is_plain
+                else model.clip_grad_norm_(0.1)
+            )
             found += [loss.item(), norm.item()]
             scaler.step(optimizer)
             scaler.update()

@@ -21,7 +21,9 @@ BF16 = torch.bfloat16
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))  # one rank of two has nothing of the last
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)
+    )  # one rank of two has nothing of the last
 
 
 def inputs(seed):
@@ -44,7 +46,9 @@ def mixed_by_hand(wrapper, steps=40, lr=1e-4, to=BF16):
     model = model if on_meta else model.to(to)
     options = {"sync_module_states": True, "param_init_fn": begun_on_meta if on_meta else None}
     policy = ModuleWrapPolicy({nn.Sequential})
-    model = wrapper(model, auto_wrap_policy=policy, use_orig_params=False, **options if wrapper is FSDP else {})
+    model = wrapper(
+        model, auto_wrap_policy=policy, use_orig_params=False, **options if wrapper is FSDP else {}
+    )
     params = list(model.parameters())
     with torch.no_grad():
         for param in params:
@@ -77,7 +81,9 @@ def test_weights_are_exchanged_for_float32_copies_and_back():
         ours, theirs = mixed_by_hand(FSDP), mixed_by_hand(fsdp1)
     assert ours == theirs
     assert ours[-1] != mixed_by_hand(FSDP, lr=0)[-1]
-    with pytest.raises(TranslationError, match=r"rank 1 differs from rank 0 in dtype of 1\.0\.weight"):
+    with pytest.raises(
+        TranslationError, match=r"rank 1 differs from rank 0 in dtype of 1\.0\.weight"
+    ):
         mixed_by_hand(FSDP, to=torch.float64)
 
 
@@ -95,7 +101,9 @@ def test_values_of_another_storage_are_used_and_the_old_one_stays():
             param.data = data
         assert torch.equal(model(inputs(0)), before)
     model[0].module.weight.data = torch.zeros(4, 4)
-    with pytest.raises(RuntimeError, match=r"weight has the shape \(4, 4\), but this rank's shard has \(8,\)"):
+    with pytest.raises(
+        RuntimeError, match=r"weight has the shape \(4, 4\), but this rank's shard has \(8,\)"
+    ):
         model(inputs(0))
 
 
@@ -103,7 +111,10 @@ def test_values_of_another_storage_are_used_and_the_old_one_stays():
 def test_norms_and_penalties_by_hand():
     plain, model = net(), FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     for each in (plain, model):
-        (each(inputs(0)).square().mean() + 0.1 * sum(param.pow(2).sum() for param in each.parameters())).backward()
+        (
+            each(inputs(0)).square().mean()
+            + 0.1 * sum(param.pow(2).sum() for param in each.parameters())
+        ).backward()
     squares = sum(param.grad.pow(2).sum() for param in model.parameters())
     dist.all_reduce(squares)
     wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
@@ -173,7 +184,9 @@ def test_hooks_and_attributes_from_before_the_wrap_stay(device):
         model = net()
     for name, param in model.named_parameters():
         param.fqn = name
-        param.register_post_accumulate_grad_hook(lambda param: calls.append((param.fqn, param.grad.numel())))
+        param.register_post_accumulate_grad_hook(
+            lambda param: calls.append((param.fqn, param.grad.numel()))
+        )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = FSDP(model, use_orig_params=True, param_init_fn=filled if device == "meta" else None)
     if device == "meta":  # which gets other parameters

@@ -81,15 +81,17 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def set_type(model: nn.Module, kind: StateDictType, **options: Any) -> None:
-    FSDP.set_state_dict_type(model, kind, None, FullOptimStateDictConfig(**options) if kind is FULL else None)
+    FSDP.set_state_dict_type(
+        model, kind, None, FullOptimStateDictConfig(**options) if kind is FULL else None
+    )
 
 
 def test_what_is_not_supported_says_what_to_use():
     model = Parent()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     calls = {
-        "rekey_optim_state_dict is not supported.*optim_state_dict_to_load": lambda: FSDP.rekey_optim_state_dict(
-            {}, OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+        "rekey_optim_state_dict is not supported.*optim_state_dict_to_load": lambda: (
+            FSDP.rekey_optim_state_dict({}, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
         ),
         "optim_input is not supported.*pass optim": lambda: FSDP.full_optim_state_dict(
             model, optimizer, optim_input=model.parameters()
@@ -111,12 +113,20 @@ def plain_state(name: str) -> tuple[dict[str, Any], list[float], list[float]]:
     losses = train(model, optimizer, range(3))
     found, named = optimizer.state_dict(), {param: fqn for fqn, param in model.named_parameters()}
     names = [named[param] for group in optimizer.param_groups for param in group["params"]]
-    groups = [{**group, "params": sorted(names[n] for n in group["params"])} for group in found["param_groups"]]
-    by_name = {"state": {names[n]: entry for n, entry in found["state"].items()}, "param_groups": groups}
+    groups = [
+        {**group, "params": sorted(names[n] for n in group["params"])}
+        for group in found["param_groups"]
+    ]
+    by_name = {
+        "state": {names[n]: entry for n, entry in found["state"].items()},
+        "param_groups": groups,
+    }
     return copy.deepcopy(by_name), losses, train(model, optimizer, range(3, 6))
 
 
-def resumed(how: str, model: nn.Module, optimizer: Optimizer, full: dict[str, Any], sharded: dict[str, Any]) -> None:
+def resumed(
+    how: str, model: nn.Module, optimizer: Optimizer, full: dict[str, Any], sharded: dict[str, Any]
+) -> None:
     """Load in one of FSDP1's ways; only rank 0 has the full state where that is enough."""
     on_rank0 = full if dist.get_rank() == 0 else None
     set_type(model, FULL)
@@ -142,7 +152,10 @@ def test_state_is_that_of_plain_training_and_training_goes_on_from_it():
     ways = ["to_load", "from_rank0", "shard", "scatter", "flatten"]
     for number, (name, make) in enumerate(OPTIMIZERS.items()):
         expected, losses, later = plain_state(name)
-        whole = name in ("adam_fused", "adamw_foreach")  # whose kernels take no plain tensors beside DTensors
+        whole = name in (
+            "adam_fused",
+            "adamw_foreach",
+        )  # whose kernels take no plain tensors beside DTensors
         model = wrapped(whole)
         optimizer = make(two_groups(model, backwards))
         assert train(model, optimizer, range(3)) == losses
@@ -151,7 +164,9 @@ def test_state_is_that_of_plain_training_and_training_goes_on_from_it():
         assert_same(full["state"], expected["state"])
         for found, group in zip(full["param_groups"], expected["param_groups"], strict=True):
             assert_same({**found, "params": sorted(found["params"])}, group)
-        assert_same(FSDP.optim_state_dict(model, optimizer, copy.deepcopy(optimizer.state_dict())), full)
+        assert_same(
+            FSDP.optim_state_dict(model, optimizer, copy.deepcopy(optimizer.state_dict())), full
+        )
         on_rank0 = FSDP.full_optim_state_dict(model, optimizer)
         assert_same(on_rank0, {} if backwards else full)
         sharded = FSDP.sharded_optim_state_dict(model, optimizer)
@@ -219,7 +234,10 @@ def test_given_state_is_saved_and_what_does_not_fit_is_said():
     full = FSDP.optim_state_dict(model, optimizer, raw)
     assert full["state"]["body.up.bias"]["value2"] is None
     loaded = FSDP.optim_state_dict_to_load(model, optimizer, full)
-    assert all((entry.pop("value1"), entry.pop("value2")) == (2.74, None) for entry in loaded["state"].values())
+    assert all(
+        (entry.pop("value1"), entry.pop("value2")) == (2.74, None)
+        for entry in loaded["state"].values()
+    )
     assert_same(loaded["state"], optimizer.state_dict()["state"])
 
     second = dist.get_rank() == 1
@@ -229,16 +247,22 @@ def test_given_state_is_saved_and_what_does_not_fit_is_said():
     some = [param for name, param in model.named_parameters() if clean_name(name) != "body.up.bias"]
     fewer = torch.optim.Adam(some if second else model.parameters(), lr=0.01)
     train(model, fewer, range(1))
-    with pytest.raises(ShardkitError, match=r"rank 1 differs from rank 0 in which tensors are sharded"):
+    with pytest.raises(
+        ShardkitError, match=r"rank 1 differs from rank 0 in which tensors are sharded"
+    ):
         FSDP.optim_state_dict(model, fewer)
-    few = torch.optim.Adam([model.shift, *model.body.embed.parameters(), *model.body.up.parameters()])
+    few = torch.optim.Adam(
+        [model.shift, *model.body.embed.parameters(), *model.body.up.parameters()]
+    )
     with pytest.raises(ShardkitError, match=r"- unexpected: body\.down\.weight"):
         FSDP.optim_state_dict_to_load(model, few, full)
     for wrong in (optimizer.state_dict(), {}):
         with pytest.raises(ShardkitError, match="State by number depends on the order"):
             FSDP.optim_state_dict_to_load(model, optimizer, wrong)
     set_type(model, StateDictType.LOCAL_STATE_DICT)
-    loaded = FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
+    loaded = FSDP.optim_state_dict_to_load(
+        model, optimizer, FSDP.optim_state_dict(model, optimizer)
+    )
     assert_same(loaded["state"], optimizer.state_dict()["state"])
 
     flat = FSDP(nn.Linear(3, 3), sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -246,5 +270,7 @@ def test_given_state_is_saved_and_what_does_not_fit_is_said():
     flat(torch.ones(2, 3)).sum().backward()
     whole.step()
     held = copy.deepcopy(whole.state_dict())
-    whole.load_state_dict(FSDP.optim_state_dict_to_load(flat, whole, FSDP.optim_state_dict(flat, whole)))
+    whole.load_state_dict(
+        FSDP.optim_state_dict_to_load(flat, whole, FSDP.optim_state_dict(flat, whole))
+    )
     assert_same(whole.state_dict(), held)

@@ -31,20 +31,30 @@ def both(module: str) -> tuple[ModuleType, ModuleType]:
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_is_torchs_own(module):
     torchs, ours = both(module)
-    public = getattr(torchs, "__all__", ["ShardedGradScaler"] if "scaler" in module else vars(torchs))
-    names = {name for name in public if name[0] != "_" and not isinstance(getattr(torchs, name), ModuleType)}
+    public = getattr(
+        torchs, "__all__", ["ShardedGradScaler"] if "scaler" in module else vars(torchs)
+    )
+    names = {
+        name
+        for name in public
+        if name[0] != "_" and not isinstance(getattr(torchs, name), ModuleType)
+    }
     found = {name: (getattr(ours, name), getattr(torchs, name)) for name in names}
     assert {name for name, (mine, its) in found.items() if mine is not its} == OURS & names
 
 
 def test_the_class_is_one_and_ours():
     assert shardkit.fsdp1.fully_sharded_data_parallel.FullyShardedDataParallel is FSDP
-    assert shardkit.fsdp1._flat_param.FlatParameter is FlatParameter  # private names are torch's too
+    assert (
+        shardkit.fsdp1._flat_param.FlatParameter is FlatParameter
+    )  # private names are torch's too
     assert issubclass(shardkit.fsdp1.sharded_grad_scaler.ShardedGradScaler, torch.amp.GradScaler)
     assert pickle.loads(pickle.dumps(FSDP)) is FSDP is not TorchFSDP
 
 
-@pytest.mark.parametrize("statement", ["from shardkit.fsdp1.wrap import novel", "import shardkit.fsdp1.novel"])
+@pytest.mark.parametrize(
+    "statement", ["from shardkit.fsdp1.wrap import novel", "import shardkit.fsdp1.novel"]
+)
 def test_what_torch_has_not_is_an_import_error(statement):
     with pytest.raises(ImportError):  # which programs catch for names of other versions
         exec(statement, {})
@@ -54,7 +64,9 @@ def test_every_import_brings_our_class_and_torch_keeps_its_own():
     with replaced():
         from torch.distributed.checkpoint import state_dict
         from torch.distributed.fsdp import FullyShardedDataParallel as first
-        from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as second
+        from torch.distributed.fsdp.fully_sharded_data_parallel import (
+            FullyShardedDataParallel as second,
+        )
 
         assert first is second is torch.distributed.fsdp.FullyShardedDataParallel is FSDP
         assert state_dict.FSDP is TorchFSDP
@@ -75,7 +87,9 @@ def alone(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("arguments", [[], ["nowhere.py"], ["-m", "nowhere.at.all"], ["-m"], ["--novel", "train.py"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["nowhere.py"], ["-m", "nowhere.at.all"], ["-m"], ["--novel", "train.py"]]
+)
 def test_what_is_no_program_is_a_usage_error(alone, arguments, capsys):
     with contextlib.suppress(SystemExit):  # argparse's
         assert main(arguments) == 2
@@ -83,7 +97,9 @@ def test_what_is_no_program_is_a_usage_error(alone, arguments, capsys):
 
 
 def test_a_file_runs_as_under_plain_python(alone, tmp_path, capsys):
-    (tmp_path / "helper.py").write_text("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP")
+    (tmp_path / "helper.py").write_text(
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP"
+    )
     (tmp_path / "train.py").write_text(
         "import pickle, sys, helper\nclass Mine: pass\nassert type(pickle.loads(pickle.dumps(Mine()))) is Mine\n"
         "print(helper.FSDP.__module__, __file__, sys.argv, sys.path[0], __package__)\nsys.exit(3)"
@@ -98,9 +114,15 @@ def test_a_file_runs_as_under_plain_python(alone, tmp_path, capsys):
 
 def test_a_module_runs_as_under_plain_python(alone, tmp_path, monkeypatch, capsys):
     (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg" / "__init__.py").write_text("from torch.distributed.fsdp import FullyShardedDataParallel as F")
-    (tmp_path / "pkg" / "__main__.py").write_text("from . import F\nprint(F.__module__, __spec__.name, __package__)")
-    (tmp_path / "pkg" / "train.py").write_text("import sys\nfrom . import F\nprint(sys.argv)\nsys.exit(7)")
+    (tmp_path / "pkg" / "__init__.py").write_text(
+        "from torch.distributed.fsdp import FullyShardedDataParallel as F"
+    )
+    (tmp_path / "pkg" / "__main__.py").write_text(
+        "from . import F\nprint(F.__module__, __spec__.name, __package__)"
+    )
+    (tmp_path / "pkg" / "train.py").write_text(
+        "import sys\nfrom . import F\nprint(sys.argv)\nsys.exit(7)"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit, match="7"):
         main(["-m", "pkg.train", "--lr", "1"])

@@ -39,7 +39,9 @@ def test_state_is_full_from_the_start_and_equal_to_fsdp1s():
     assert is_same(state, plain)
     assert all(type(value) in (torch.Tensor, str) for value in state.values())
     assert state._metadata == plain._metadata
-    assert state["embed.weight"].data_ptr() != state["head.weight"].data_ptr()  # as in FSDP1; safetensors refuses ties
+    assert (
+        state["embed.weight"].data_ptr() != state["head.weight"].data_ptr()
+    )  # as in FSDP1; safetensors refuses ties
     state["embed.weight"].zero_()
     assert is_same(model.state_dict(), plain)
 
@@ -62,7 +64,9 @@ def test_state_is_full_from_the_start_and_equal_to_fsdp1s():
 def test_every_type_and_config():
     plain, model, rank = net().state_dict(), ours(), dist.get_rank()
     parent = Around(model)
-    with FSDP.state_dict_type(parent, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+    with FSDP.state_dict_type(
+        parent, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    ):
         assert is_same(model.state_dict(), plain if rank == 0 else {})
         assert ("inner.counts" in parent.state_dict()) is (rank == 0)
         assert "own.weight" in parent.state_dict()
@@ -80,9 +84,14 @@ def test_every_type_and_config():
         assert model.state_dict()["embed.weight"].to_local().device.type == "cpu"
     with FSDP.state_dict_type(model, LOCAL):
         shared = model.state_dict()  # in the parameters' memory, as in FSDP1
-        kept = {name: value.clone() if torch.is_tensor(value) else value for name, value in shared.items()}
+        kept = {
+            name: value.clone() if torch.is_tensor(value) else value
+            for name, value in shared.items()
+        }
         shared["embed.weight"].copy_(kept["embed.weight"] * 2)
-        assert torch.equal(model.state_dict()["embed.weight"].full_tensor(), plain["embed.weight"] * 2)
+        assert torch.equal(
+            model.state_dict()["embed.weight"].full_tensor(), plain["embed.weight"] * 2
+        )
         model.load_state_dict(kept)
         assert is_same(model.state_dict(), plain)
 
@@ -111,9 +120,16 @@ def test_settings():
     model = ours()
     parent = Around(model)
     start = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-    wanted = StateDictSettings(SHARDED, ShardedStateDictConfig(True), ShardedOptimStateDictConfig(False))
+    wanted = StateDictSettings(
+        SHARDED, ShardedStateDictConfig(True), ShardedOptimStateDictConfig(False)
+    )
     assert FSDP.get_state_dict_type(parent) == start
-    assert FSDP.set_state_dict_type(parent, SHARDED, wanted.state_dict_config, wanted.optim_state_dict_config) == start
+    assert (
+        FSDP.set_state_dict_type(
+            parent, SHARDED, wanted.state_dict_config, wanted.optim_state_dict_config
+        )
+        == start
+    )
     assert FSDP.get_state_dict_type(model) == FSDP.get_state_dict_type(model.blocks[0]) == wanted
     with contextlib.suppress(KeyError), model.state_dict_type(model, FULL):
         assert FSDP.get_state_dict_type(model) == start
@@ -122,8 +138,13 @@ def test_settings():
     plain = nn.Linear(2, 2)
     with FSDP.state_dict_type(plain, SHARDED):
         assert FSDP.get_state_dict_type(plain) is None
-    for call in (FSDP.get_state_dict_type, lambda model: FSDP.summon_full_params(model).__enter__()):
-        with pytest.raises(TranslationError, match=r"^FSDP\.\w+ was called on a model that is sharded by"):
+    for call in (
+        FSDP.get_state_dict_type,
+        lambda model: FSDP.summon_full_params(model).__enter__(),
+    ):
+        with pytest.raises(
+            TranslationError, match=r"^FSDP\.\w+ was called on a model that is sharded by"
+        ):
             call(shard_model(nn.Linear(2, 2)))
 
 
@@ -144,14 +165,20 @@ def test_loading():
     assert type(sharded["embed.weight"]).__name__ == "ShardedTensor"
     for inner in (model, parent):
         wiped(model)
-        given = sharded if inner is model else {f"inner.{name}": value for name, value in sharded.items()}
+        given = (
+            sharded
+            if inner is model
+            else {f"inner.{name}": value for name, value in sharded.items()}
+        )
         inner.load_state_dict(given, strict=inner is model)
         assert is_same(model.state_dict(), wanted)
 
     other = dist.device_mesh.init_device_mesh("cpu", (1, 2))
     placed = [dist.tensor.Replicate(), dist.tensor.Shard(0)]
     odd = {
-        name: dist.tensor.distribute_tensor(v, other, placed) if getattr(v, "ndim", 0) and name != "counts" else v
+        name: dist.tensor.distribute_tensor(v, other, placed)
+        if getattr(v, "ndim", 0) and name != "counts"
+        else v
         for name, v in wanted.items()
     }
     wiped(model).load_state_dict(odd)
@@ -169,10 +196,13 @@ def test_what_cannot_be_loaded_is_said_on_every_rank():
     bad = {name: value for name, value in other.items() if name != "blocks.0.up.weight"}
     bad |= {"blocks.1.odd": torch.ones(2), "narrow.weight": torch.ones(VOCAB, 2)}
     with pytest.raises(
-        RuntimeError, match=r'(?s)Missing.*"blocks\.0\.up\.weight".*"blocks\.1\.odd".*size mismatch for'
+        RuntimeError,
+        match=r'(?s)Missing.*"blocks\.0\.up\.weight".*"blocks\.1\.odd".*size mismatch for',
     ):
         model.load_state_dict(bad)
-    keys = model.load_state_dict({name: value for name, value in bad.items() if name != "narrow.weight"}, strict=False)
+    keys = model.load_state_dict(
+        {name: value for name, value in bad.items() if name != "narrow.weight"}, strict=False
+    )
     assert keys.missing_keys == ["blocks.0.up.weight", "narrow.weight"]
     assert keys.unexpected_keys == ["blocks.1.odd"]
 
@@ -181,7 +211,9 @@ def test_what_cannot_be_loaded_is_said_on_every_rank():
 def test_rank0_only_is_the_lowest_rank():
     wanted = net().state_dict()
     model = ours(device_mesh=hybrid_mesh(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)):
+    with FSDP.state_dict_type(
+        model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    ):
         assert is_same(model.state_dict(), wanted if dist.get_rank() == 0 else {})
     assert is_same(model.state_dict(), wanted)
     with FSDP.state_dict_type(model, SHARDED):

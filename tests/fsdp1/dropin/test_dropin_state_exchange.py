@@ -29,7 +29,11 @@ from shardkit.testing import distributed
 def test_sharded_files_go_both_ways_between_fsdp1_and_the_drop_in(tmp_path: Path):
     wanted = net(1).state_dict()
     with quiet():
-        for writes, reads, name in ((theirs, ours, "theirs"), (ours, theirs, "ours"), (ours, ours, "both")):
+        for writes, reads, name in (
+            (theirs, ours, "theirs"),
+            (ours, theirs, "ours"),
+            (ours, ours, "both"),
+        ):
             source, target = writes(1), reads(2)
             for model, kind in (
                 (source, TorchFSDP if writes is theirs else FSDP),
@@ -42,7 +46,10 @@ def test_sharded_files_go_both_ways_between_fsdp1_and_the_drop_in(tmp_path: Path
             target.load_state_dict(state["model"], strict=False)
             kind.set_state_dict_type(target, FULL)
             found = target.state_dict()
-            assert is_same({name: found[name] for name in _tensors(source)}, {n: wanted[n] for n in _tensors(source)})
+            assert is_same(
+                {name: found[name] for name in _tensors(source)},
+                {n: wanted[n] for n in _tensors(source)},
+            )
 
 
 def _tensors(model):
@@ -64,16 +71,26 @@ def test_get_and_set_state_dict_of_torch_checkpoint():
         prefix = "" if model is source else "inner."
         found = dsd.get_model_state_dict(model)
         assert isinstance(found[f"{prefix}embed.weight"], DTensor)
-        assert is_same({name.removeprefix(prefix): v for name, v in found.items() if name.startswith(prefix)}, wanted)
+        assert is_same(
+            {name.removeprefix(prefix): v for name, v in found.items() if name.startswith(prefix)},
+            wanted,
+        )
     assert is_same(dsd.get_model_state_dict(source, options=options(full_state_dict=True)), wanted)
-    on_first = dsd.get_model_state_dict(source, options=options(full_state_dict=True, cpu_offload=True))
+    on_first = dsd.get_model_state_dict(
+        source, options=options(full_state_dict=True, cpu_offload=True)
+    )
     assert is_same(on_first, wanted if rank == 0 else {})
-    assert "frozen.weight" not in dsd.get_model_state_dict(source, options=options(ignore_frozen_params=True))
+    assert "frozen.weight" not in dsd.get_model_state_dict(
+        source, options=options(ignore_frozen_params=True)
+    )
     model = FSDP(broadcastable(0), auto_wrap_policy=BLOCKS)
     given = [
         (dsd.get_model_state_dict(source), {}),
         (dict(wanted), {"full_state_dict": True}),
-        (dict(wanted) if rank == 0 else {}, {"full_state_dict": True, "broadcast_from_rank0": True}),
+        (
+            dict(wanted) if rank == 0 else {},
+            {"full_state_dict": True, "broadcast_from_rank0": True},
+        ),
     ]
     for state, asked in given:
         keys = dsd.set_model_state_dict(wiped(model), state, options=options(**asked))
@@ -88,11 +105,16 @@ def test_get_and_set_state_dict_of_torch_checkpoint():
         state, optim_state = dsd.get_state_dict(source, optimizer, options=options(**asked))
         model = FSDP(broadcastable(0), auto_wrap_policy=BLOCKS)
         fresh = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
-        arguments = {"model_state_dict": state, "optim_state_dict": optim_state, "options": options(**asked)}
+        arguments = {
+            "model_state_dict": state,
+            "optim_state_dict": optim_state,
+            "options": options(**asked),
+        }
         dsd.set_state_dict(model, fresh, **arguments)
         assert is_same(model.state_dict(), source.state_dict())
         moments = [
-            [each.state[param]["exp_avg"] for param in each.param_groups[0]["params"]] for each in (optimizer, fresh)
+            [each.state[param]["exp_avg"] for param in each.param_groups[0]["params"]]
+            for each in (optimizer, fresh)
         ]
         assert any(moment.any() for moment in moments[0])
         assert all(map(torch.equal, *moments))
@@ -100,7 +122,12 @@ def test_get_and_set_state_dict_of_torch_checkpoint():
     assert list(dsd.get_model_state_dict(checkpointed)) == list(wanted)
     odd = nn.Linear(2, 2)
     odd.module = FSDP(nn.Linear(2, 2))  # a name that FSDP1's wrapper has too
-    assert list(dsd.get_model_state_dict(FSDP(odd))) == ["weight", "bias", "module.weight", "module.bias"]
+    assert list(dsd.get_model_state_dict(FSDP(odd))) == [
+        "weight",
+        "bias",
+        "module.weight",
+        "module.bias",
+    ]
 
 
 @distributed(world_size=2, backend="gloo")
@@ -112,9 +139,16 @@ def test_names_under_activation_checkpoints_and_compile_are_fsdp1s():
         return kind(model)
 
     with quiet():
-        model, expected = around_inner(FSDP), around_inner(lambda module: fsdp1(module, use_orig_params=True))
-        assert is_same(model.state_dict(), net().state_dict())  # where FSDP1 has blocks.1._orig_mod.up.weight
-        apply_activation_checkpointing(expected, check_fn=lambda module: isinstance(module, nn.Linear))
+        model, expected = (
+            around_inner(FSDP),
+            around_inner(lambda module: fsdp1(module, use_orig_params=True)),
+        )
+        assert is_same(
+            model.state_dict(), net().state_dict()
+        )  # where FSDP1 has blocks.1._orig_mod.up.weight
+        apply_activation_checkpointing(
+            expected, check_fn=lambda module: isinstance(module, nn.Linear)
+        )
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
         state = expected.state_dict()
         assert "blocks.1._orig_mod.up.weight" in state

@@ -11,7 +11,12 @@ from fsdp1_models import fsdp1, quiet
 from small_models import Block
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, _runtime_utils, _traversal_utils
+from torch.distributed.fsdp import (
+    MixedPrecision,
+    ShardingStrategy,
+    _runtime_utils,
+    _traversal_utils,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -51,7 +56,11 @@ def test_modules_with_nothing_to_shard():
     assert torch.equal(every(torch.ones(2, 6)), plain(torch.ones(2, 6)))
     once = FSDP(model := chain(), ignored_states=(p for p in model[0].parameters()))  # an iterator
     assert sum(param.ndim == 2 for param in once.parameters()) == 1  # the ignored weight
-    normed = FSDP(nn.Sequential(nn.BatchNorm1d(3)), auto_wrap_policy=LINEARS, mixed_precision=MixedPrecision(HALF))
+    normed = FSDP(
+        nn.Sequential(nn.BatchNorm1d(3)),
+        auto_wrap_policy=LINEARS,
+        mixed_precision=MixedPrecision(HALF),
+    )
     assert normed[0].mixed_precision == MixedPrecision()
     with pytest.raises(AssertionError, match="deepcopy"):
         copy.deepcopy(every)
@@ -62,16 +71,22 @@ def test_internals_say_what_to_use():
     model = FSDP(chain(), auto_wrap_policy=LINEARS, use_orig_params=True)
     for name in ("_handle", "_flat_param", "_all_handles"):
         assert not hasattr(model, name)
-        with pytest.raises(TranslationError, match=f"^{name} is an internal of FSDP1.*Use model.parameters"):
+        with pytest.raises(
+            TranslationError, match=f"^{name} is an internal of FSDP1.*Use model.parameters"
+        ):
             getattr(model, name)
     model.module.params = 5  # a model's own
     assert model.params == 5
     for name in ("_get_fsdp_handles", "_get_fsdp_states"):
-        with pytest.raises(TranslationError, match=f"^{name} is a private function of torch's FSDP1.*Use "):
+        with pytest.raises(
+            TranslationError, match=f"^{name} is a private function of torch's FSDP1.*Use "
+        ):
             getattr(_traversal_utils, name)(nn.Sequential(model))
         assert getattr(_traversal_utils, name)(nn.Linear(2, 2)) == []
     for name, arguments in {"_lazy_init": (model, model), "_reshard": (model, None, True)}.items():
-        with pytest.raises(TranslationError, match=f"^{name} is a private function of torch's FSDP1"):
+        with pytest.raises(
+            TranslationError, match=f"^{name} is a private function of torch's FSDP1"
+        ):
             getattr(_runtime_utils, name)(*arguments)
 
 
@@ -89,7 +104,9 @@ def test_what_no_gradient_reached_has_none_and_what_is_beside_it_zeros():
 @distributed(world_size=2, backend="gloo")
 def test_optimizers_that_torch_steps_in_backward_are_refused():
     model = FSDP(chain(), auto_wrap_policy=LINEARS)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
+    _apply_optimizer_in_backward(
+        torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False
+    )
     with pytest.raises(TranslationError, match="so nothing would train"):
         model(torch.ones(2, 6))
 
@@ -102,10 +119,16 @@ BF16 = MixedPrecision(torch.bfloat16, torch.float32)
 
 def all_gathers(wrapper, strategy, **arguments):
     """All-gathers of each forward and each backward of two steps, of three micro-batches each."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if "HYBRID" in strategy.name else None
+    mesh = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        if "HYBRID" in strategy.name
+        else None
+    )
     net = nn.Sequential(nn.Linear(4, 4), Block(4), Block(4))
     policy = ModuleWrapPolicy({Block})
-    model = wrapper(net, auto_wrap_policy=policy, sharding_strategy=strategy, device_mesh=mesh, **arguments)
+    model = wrapper(
+        net, auto_wrap_policy=policy, sharding_strategy=strategy, device_mesh=mesh, **arguments
+    )
     found = []
     for _ in range(2):
         for micro in range(3):

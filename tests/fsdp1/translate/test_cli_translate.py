@@ -1,4 +1,6 @@
-"""``python -m shardkit translate``: what it prints, its exit codes, and that what it prints can be used."""
+"""``python -m shardkit translate``: what it prints, its exit codes, and that what it prints can be
+used.
+"""
 
 import json
 import sys
@@ -39,7 +41,9 @@ def test_without_a_model_there_is_a_note_for_every_key(capsys):
     assert all(f" {key} " in line for key, line in zip(keys, lines[1:], strict=True))
 
 
-def test_the_code_of_a_model_broadcasts_and_casts_buffers_as_fsdp1_did(tmp_path, capsys, monkeypatch):
+def test_the_code_of_a_model_broadcasts_and_casts_buffers_as_fsdp1_did(
+    tmp_path, capsys, monkeypatch
+):
     file = config_file(
         tmp_path,
         distributed_type="FSDP",
@@ -65,7 +69,14 @@ class WithBuffer(Decoder):
 
 
 def test_the_model_may_be_a_configuration_of_transformers(tmp_path, capsys):
-    model = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+    model = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 8,
+        "n_head": 2,
+        "vocab_size": 16,
+        "n_positions": 8,
+    }
     path = tmp_path / "model.json"
     path.write_text(json.dumps(model))
     file = config_file(tmp_path, fsdp="full_shard auto_wrap", fsdp_config={}, num_train_epochs=1)
@@ -76,7 +87,20 @@ def test_the_model_may_be_a_configuration_of_transformers(tmp_path, capsys):
 
 
 def test_ranks_of_the_command_go_before_those_of_the_file(capsys):
-    assert run(FSDP1, "--world", 32, "--ranks-per-node", 4, "--model", "small_models:Decoder", "--to", "plan") == 0
+    assert (
+        run(
+            FSDP1,
+            "--world",
+            32,
+            "--ranks-per-node",
+            4,
+            "--model",
+            "small_models:Decoder",
+            "--to",
+            "plan",
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "on mesh dp_replicate=8 x dp_shard=4" in out
 
@@ -93,9 +117,17 @@ def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(tmp_path
     [
         ((FSDP1, "--to", "plan"), 2, "--to plan needs --model"),
         ((FSDP1, "--world", "0"), 2, "0 is not a positive number"),
-        ((FSDP1, "--world", 12, "--ranks-per-node", 5), 1, "--ranks-per-node 5 does not divide 12 ranks"),
+        (
+            (FSDP1, "--world", 12, "--ranks-per-node", 5),
+            1,
+            "--ranks-per-node 5 does not divide 12 ranks",
+        ),
         (("absent.yaml",), 1, "absent.yaml cannot be read"),
-        ((FSDP1, "--to", "plan", "--model", "small_models:Absent"), 1, "model small_models:Absent cannot be built"),
+        (
+            (FSDP1, "--to", "plan", "--model", "small_models:Absent"),
+            1,
+            "model small_models:Absent cannot be built",
+        ),
     ],
 )
 def test_the_exit_codes(arguments, code, said, capsys):

@@ -1,8 +1,10 @@
-"""Training with shard_like_fsdp1 gives the losses of torch's own FSDP1, bit for bit wherever sums have one order.
+"""Training with shard_like_fsdp1 gives the losses of torch's own FSDP1, bit for bit wherever sums
+have one order.
 
-gloo adds up a ring of ranks, beginning at the owner's place, so an element's sum over more than two ranks depends on
-which rank owns it. FSDP1 cuts a flat parameter and FSDP2 each parameter's rows, so owners differ. Two ways to leave
-no room for that: one rank at a time has gradients (a sum of one number and zeros is exact), or sums are of two.
+gloo adds up a ring of ranks, beginning at the owner's place, so an element's sum over more than two
+ranks depends on which rank owns it. FSDP1 cuts a flat parameter and FSDP2 each parameter's rows, so
+owners differ. Two ways to leave no room for that: one rank at a time has gradients (a sum of one
+number and zeros is exact), or sums are of two.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ BLOCKS = ModuleWrapPolicy({Block})
 def compare(model, loss, **arguments):
     """Both train and have equal losses.
 
-    Since torch 2.15 FSDP2 casts each gradient of a parameter to ``reduce_dtype`` before they are added up, where the
-    parameter is used several times; FSDP1 adds first. With a ``reduce_dtype`` narrower than what is computed in, one
-    such rounding of a gradient, 2**-8 in bf16, moves the losses by at most that part of what training moves them.
+    Since torch 2.15 FSDP2 casts each gradient of a parameter to ``reduce_dtype`` before they are
+    added up, where the parameter is used several times; FSDP1 adds first. With a ``reduce_dtype``
+    narrower than what is computed in, one such rounding of a gradient, 2**-8 in bf16, moves the
+    losses by at most that part of what training moves them.
     """
     one_counts = arguments.pop("one_counts", False)
     theirs = losses(fsdp1(model(), **arguments), loss, one_counts=one_counts)
@@ -58,7 +61,11 @@ def compare(model, loss, **arguments):
 
 
 def _reduces_narrower(precision):
-    return precision is not None and precision.param_dtype is None and precision.reduce_dtype is not None
+    return (
+        precision is not None
+        and precision.param_dtype is None
+        and precision.reduce_dtype is not None
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -84,7 +91,13 @@ def test_all_ranks_count_where_no_sum_is_of_more_than_two(strategy):
 def test_batch_norm_stays_in_float32():
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=30)
     for precision in (MixedPrecision(BF16), MixedPrecision(BF16, torch.float32, BF16)):
-        compare(ConvNet, image_loss, auto_wrap_policy=policy, mixed_precision=precision, process_group=pairs()[0])
+        compare(
+            ConvNet,
+            image_loss,
+            auto_wrap_policy=policy,
+            mixed_precision=precision,
+            process_group=pairs()[0],
+        )
 
 
 @distributed(world_size=4, backend="gloo")
@@ -92,7 +105,11 @@ def test_a_custom_policy_gives_units_arguments_of_their_own():
     def policy(module):
         if isinstance(module, nn.LayerNorm):
             return {"mixed_precision": MixedPrecision(torch.float32, cast_forward_inputs=True)}
-        return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
+        return (
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+            if isinstance(module, Block)
+            else False
+        )
 
     precision = MixedPrecision(BF16)
     compare(
@@ -109,7 +126,14 @@ def test_a_custom_policy_gives_units_arguments_of_their_own():
 def test_ranks_may_use_different_parameters():
     for arguments in ({}, {"process_group": pairs()[0]}):
         counts = {"one_counts": not arguments}
-        compare(SometimesScaled, token_loss, auto_wrap_policy=BLOCKS, use_orig_params=True, **arguments, **counts)
+        compare(
+            SometimesScaled,
+            token_loss,
+            auto_wrap_policy=BLOCKS,
+            use_orig_params=True,
+            **arguments,
+            **counts,
+        )
     model = shard_like_fsdp1(SometimesScaled(), process_group=pairs()[0])
     token_loss(model, 0).backward()
     assert (model.unused.grad.full_tensor() == 0).all()  # as FSDP1, so that weight decay reaches it
@@ -129,9 +153,13 @@ class SometimesScaled(Decoder):
 
 
 class CastingDecoder(Decoder):
-    """What a norm in float32 returns is cast by the model, since FSDP1 casts no inputs but the root's."""
+    """What a norm in float32 returns is cast by the model, since FSDP1 casts no inputs but the
+    root's.
+    """
 
     def __init__(self):
         super().__init__()
         for module in (self.head, *(layer.up for layer in self.layers)):
-            module.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype),))
+            module.register_forward_pre_hook(
+                lambda module, args: (args[0].to(module.weight.dtype),)
+            )

@@ -1,4 +1,6 @@
-"""shard_like_fsdp1 on four ranks: meshes from groups, values from meta and from the first rank, errors on all."""
+"""shard_like_fsdp1 on four ranks: meshes from groups, values from meta and from the first rank,
+errors on all.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def built(offset=0.0):
 
 
 def full_states(model):
-    params = {name: param.full_tensor() for name, param in model.named_parameters(remove_duplicate=False)}
+    params = {
+        name: param.full_tensor() for name, param in model.named_parameters(remove_duplicate=False)
+    }
     return params | dict(model.named_buffers())
 
 
@@ -45,7 +49,9 @@ def assert_states(model, expected):
 
 
 def states(model):
-    params = {name: param.detach() for name, param in model.named_parameters(remove_duplicate=False)}
+    params = {
+        name: param.detach() for name, param in model.named_parameters(remove_duplicate=False)
+    }
     return params | dict(model.named_buffers())
 
 
@@ -61,13 +67,19 @@ def test_groups_and_meshes_become_the_mesh_of_the_plan():
     rank = dist.get_rank()
     nameless = init_device_mesh("cpu", (2, 2))
     replicate = [rank % 2, rank % 2 + 2]
-    for given in ({"process_group": pairs()}, {"device_mesh": nameless}, {"device_mesh": hybrid_mesh()}):
+    for given in (
+        {"process_group": pairs()},
+        {"device_mesh": nameless},
+        {"device_mesh": hybrid_mesh()},
+    ):
         mesh = mesh_of(shard_like_fsdp1(Decoder(), sharding_strategy="hybrid_shard", **given))
         assert mesh.mesh_dim_names == ("dp_replicate", "dp_shard")
         assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
         assert dist.get_process_group_ranks(mesh.get_group(0)) == replicate
     for strategy, shape in (("FULL_SHARD", (2,)), ("NO_SHARD", (2, 1))):
-        mesh = mesh_of(shard_like_fsdp1(Decoder(), sharding_strategy=strategy, process_group=pairs()[1]))
+        mesh = mesh_of(
+            shard_like_fsdp1(Decoder(), sharding_strategy=strategy, process_group=pairs()[1])
+        )
         assert mesh.shape == shape
         assert mesh.mesh.flatten().tolist() == replicate
     mesh = mesh_of(shard_like_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", ranks_per_node=2))
@@ -84,7 +96,10 @@ def test_groups_that_do_not_fit_are_refused():
         "ProcessGroup for HYBRID_SHARD": {"process_group": shard, "sharding_strategy": 4},
         "str for FULL_SHARD": {"process_group": "world"},
         r"shape \(4,\), but HYBRID_SHARD": {"device_mesh": line, "sharding_strategy": 4},
-        r"shape \(2, 2\), but SHARD_GRAD_OP": {"device_mesh": hybrid_mesh(), "sharding_strategy": 2},
+        r"shape \(2, 2\), but SHARD_GRAD_OP": {
+            "device_mesh": hybrid_mesh(),
+            "sharding_strategy": 2,
+        },
     }.items():
         model = Decoder()
         before = snapshot(model)
@@ -93,7 +108,9 @@ def test_groups_that_do_not_fit_are_refused():
         assert snapshot(model) == before
     first = dist.new_group([0])
     if dist.get_rank():  # raises without waiting for rank 0
-        with pytest.raises(TranslationError, match="process_group is int for FULL_SHARD on this rank"):
+        with pytest.raises(
+            TranslationError, match="process_group is int for FULL_SHARD on this rank"
+        ):
             shard_like_fsdp1(Decoder(), process_group=first)
 
 
@@ -103,14 +120,21 @@ def test_groups_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 @distributed(world_size=4, backend="gloo")
 def test_states_are_those_of_the_first_rank(strategy):
-    arguments = {"sharding_strategy": strategy, "ranks_per_node": 2, "sync_module_states": True, **BLOCKS}
+    arguments = {
+        "sharding_strategy": strategy,
+        "ranks_per_node": 2,
+        "sync_module_states": True,
+        **BLOCKS,
+    }
     expected = states(built(0.0))
     model = shard_like_fsdp1(built(float(dist.get_rank())), **arguments)
     assert_states(model, expected)
     assert model.head.weight is model.embed.weight
     ignored = built(float(dist.get_rank()))
     shard_like_fsdp1(ignored, ignored_modules=[ignored.layers[2]], **arguments)
-    assert ignored.layers[2].up.weight[0, 0] == expected["layers.2.up.weight"][0, 0] + dist.get_rank()
+    assert (
+        ignored.layers[2].up.weight[0, 0] == expected["layers.2.up.weight"][0, 0] + dist.get_rank()
+    )
     assert torch.equal(ignored.layers[1].up.weight.full_tensor(), expected["layers.1.up.weight"])
 
 
@@ -120,7 +144,12 @@ def test_buffers_of_every_dtype_and_shape_are_broadcast():
         def __init__(self):
             super().__init__(3, 3)
             start = dist.get_rank()
-            for name, value in {"flag": start > 0, "count": start, "phase": 1j + start, "empty": []}.items():
+            for name, value in {
+                "flag": start > 0,
+                "count": start,
+                "phase": 1j + start,
+                "empty": [],
+            }.items():
                 self.register_buffer(name, torch.tensor(value))
             self.register_buffer("table", torch.arange(6.0).view(2, 3).t() + start)
 
@@ -132,14 +161,20 @@ def test_buffers_of_every_dtype_and_shape_are_broadcast():
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @distributed(world_size=4, backend="gloo")
 def test_one_real_rank_and_meta_elsewhere(strategy):
-    """llama-recipes: rank 0 loads the model, the others make room, and everything comes from rank 0."""
+    """llama-recipes: rank 0 loads the model, the others make room, and everything comes from rank
+    0.
+    """
     real = dist.get_rank() == 0
     with torch.device("cpu" if real else "meta"):
         model = Decoder()
     whole = []
 
     def make_room(module):
-        loose = [param for param in model.parameters() if not isinstance(param, DTensor) and not param.is_meta]
+        loose = [
+            param
+            for param in model.parameters()
+            if not isinstance(param, DTensor) and not param.is_meta
+        ]
         whole.append(sum(param.numel() for param in loose))
         module.to_empty(device="cpu", recurse=False)
 
@@ -165,7 +200,9 @@ def test_meta_models_are_reset_as_fsdp1_resets_them():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)) for _ in range(2))
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)) for _ in range(2)
+            )
             self.head = nn.Linear(7, 3)
 
     policy = ModuleWrapPolicy({nn.Sequential})
@@ -176,13 +213,19 @@ def test_meta_models_are_reset_as_fsdp1_resets_them():
     torch.manual_seed(3)
     wrapped = fsdp1(theirs, auto_wrap_policy=policy, use_orig_params=True)
     with FullyShardedDataParallel.summon_full_params(wrapped):
-        expected = {name.replace("_fsdp_wrapped_module.", ""): state.clone() for name, state in states(wrapped).items()}
+        expected = {
+            name.replace("_fsdp_wrapped_module.", ""): state.clone()
+            for name, state in states(wrapped).items()
+        }
     assert_states(ours, expected)
 
 
 @distributed(world_size=4, backend="gloo")
 def test_a_recorded_model_gets_the_values_of_its_construction():
-    for arguments in ({}, {"sync_module_states": True, "mixed_precision": MixedPrecision(buffer_dtype=torch.float16)}):
+    for arguments in (
+        {},
+        {"sync_module_states": True, "mixed_precision": MixedPrecision(buffer_dtype=torch.float16)},
+    ):
         with init_on_meta():
             model = Decoder()
         translate_fsdp1(model, **BLOCKS, **arguments).apply(model)
@@ -213,15 +256,23 @@ def test_what_one_rank_is_told_otherwise_is_an_error_on_all():
         sharding_strategy="SHARD_GRAD_OP" if odd else "FULL_SHARD",
         **BLOCKS,
     )
-    fails(PlanError, "rank 2 differs from rank 0 in sync_module_states", model, sync_module_states=odd)
-    precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16 if odd else torch.float32)
+    fails(
+        PlanError, "rank 2 differs from rank 0 in sync_module_states", model, sync_module_states=odd
+    )
+    precision = MixedPrecision(
+        torch.bfloat16, buffer_dtype=torch.bfloat16 if odd else torch.float32
+    )
     fails(PlanError, "rank 2 differs from rank 0 in buffer_dtype", model, mixed_precision=precision)
-    with pytest.raises(TranslationError if odd else PlanError, match="auto_wrap_policy 3 raised TypeError"):
+    with pytest.raises(
+        TranslationError if odd else PlanError, match="auto_wrap_policy 3 raised TypeError"
+    ):
         shard_like_fsdp1(model, auto_wrap_policy=3 if odd else None)
     if odd:
         model.register_buffer("more", torch.ones(2))
     for sync in (True, False):
-        fails(PlanError, "rank 2 differs from rank 0 in buffer more", model, sync_module_states=sync)
+        fails(
+            PlanError, "rank 2 differs from rank 0 in buffer more", model, sync_module_states=sync
+        )
     if odd:
         del model.more
     assert snapshot(model) == before
@@ -238,7 +289,13 @@ def test_an_initializer_that_fails_or_is_missing_is_an_error_on_all():
         first, second, third = Decoder(), Decoder(), Block()
         third.scale = nn.Parameter(torch.ones(3))
     odd = dist.get_rank() == 1
-    fails(TranslationError, "OSError: no such file", first, param_init_fn=functools.partial(make, odd=odd), **BLOCKS)
+    fails(
+        TranslationError,
+        "OSError: no such file",
+        first,
+        param_init_fn=functools.partial(make, odd=odd),
+        **BLOCKS,
+    )
     fails(TranslationError, "left .* on meta", second, param_init_fn=lambda module: None, **BLOCKS)
     before = snapshot(third)
     fails(TranslationError, "has no reset_parameters", third)

@@ -48,7 +48,9 @@ def test_the_table_has_every_argument_and_field_of_fsdp1_and_so_has_the_page():
         expected |= {f"{name}.{field.name}" for field in dataclasses.fields(kind)}
     assert set(ROWS) == expected | {"ranks_per_node", "world_size"}
     text = PAGE.read_text()
-    assert all(f"| `{name}` |" in text for name in (*ROWS, *(each.name for each in ShardingStrategy)))
+    assert all(
+        f"| `{name}` |" in text for name in (*ROWS, *(each.name for each in ShardingStrategy))
+    )
     assert {answer.partition(": ")[0] for answer in ROWS.values()} <= SUPPORT.keys()
 
 
@@ -78,13 +80,19 @@ POLICIES = st.sampled_from(
         {Block},
         functools.partial(size_based_auto_wrap_policy, min_num_params=50),
         CustomPolicy(
-            lambda module: {"sharding_strategy": ShardingStrategy.NO_SHARD} if type(module) is Block else False
+            lambda module: (
+                {"sharding_strategy": ShardingStrategy.NO_SHARD} if type(module) is Block else False
+            )
         ),
-        CustomPolicy(lambda module: {"cpu_offload": CPUOffload(True)} if type(module) is Block else False),
+        CustomPolicy(
+            lambda module: {"cpu_offload": CPUOffload(True)} if type(module) is Block else False
+        ),
         "no policy",
     ]
 )
-STRATEGY = st.sampled_from([*ShardingStrategy, "full_shard", "ShardingStrategy.NO_SHARD", 4, "5", 7, "zero"])
+STRATEGY = st.sampled_from(
+    [*ShardingStrategy, "full_shard", "ShardingStrategy.NO_SHARD", 4, "5", 7, "zero"]
+)
 ARGUMENTS_OF = {
     "sharding_strategy": STRATEGY,
     "cpu_offload": st.sampled_from([CPUOffload(True), CPUOffload(False)]),
@@ -135,16 +143,23 @@ def test_any_arguments_give_a_translation_or_its_error(drawn, build):
 
 
 def assert_nothing_dropped(translation, given):
-    """Each argument that is not FSDP1's default has a note of what became of it, and so has each field."""
+    """Each argument that is not FSDP1's default has a note of what became of it, and so has each
+    field.
+    """
     notes = notes_by_argument(translation)
-    defaults = {name: each.default for name, each in inspect.signature(translate_fsdp1).parameters.items()}
+    defaults = {
+        name: each.default for name, each in inspect.signature(translate_fsdp1).parameters.items()
+    }
     for name, value in given.items():
         if value is not defaults[name] and value != defaults[name]:
             assert name in notes, name
         for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
             if getattr(value, field.name) != field.default:
                 assert f"{name}.{field.name}" in notes
-    assert all(note.support in SUPPORT and note.argument in ROWS and note.sentence for note in notes.values())
+    assert all(
+        note.support in SUPPORT and note.argument in ROWS and note.sentence
+        for note in notes.values()
+    )
     assert all(str(note) in str(translation) for note in notes.values())
     assert not translation.refused
 
@@ -165,7 +180,14 @@ def assert_nothing_dropped(translation, given):
 def test_a_strategy_in_any_form_is_a_mesh_and_resharding(strategy, mesh, reshards):
     enum = ShardingStrategy[strategy]
     plain = strategy.strip("_")
-    for form in (enum, strategy, plain.lower(), f"ShardingStrategy.{plain}", plain.replace("_", "-"), enum.value):
+    for form in (
+        enum,
+        strategy,
+        plain.lower(),
+        f"ShardingStrategy.{plain}",
+        plain.replace("_", "-"),
+        enum.value,
+    ):
         assert parse_strategy(form) is enum
         assert resolve_strategy(form, 8, 4) == (mesh, reshards)
     where = {"world_size": 8, "ranks_per_node": 4, "auto_wrap_policy": BLOCKS}
@@ -176,13 +198,17 @@ def test_a_strategy_in_any_form_is_a_mesh_and_resharding(strategy, mesh, reshard
 
 def test_the_node_size_comes_from_torchrun_an_argument_or_an_error(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with pytest.raises(TranslationError, match=r"the number of ranks per node is unknown.*ranks_per_node=8"):
+    with pytest.raises(
+        TranslationError, match=r"the number of ranks per node is unknown.*ranks_per_node=8"
+    ):
         translate_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", world_size=16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     plan = translate_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", world_size=16).plan
     assert plan.mesh == MeshSpec.hybrid(4, 4)
     with pytest.raises(TranslationError, match="3 does not divide 16"):
-        translate_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", world_size=16, ranks_per_node=3)
+        translate_fsdp1(
+            Decoder(), sharding_strategy="HYBRID_SHARD", world_size=16, ranks_per_node=3
+        )
 
 
 # Settings of units.
@@ -203,9 +229,14 @@ def test_buffers_follow_the_unit_around_them():
 
 
 def test_cpu_offload_pins_only_for_an_accelerator():
-    for offload in (CPUOffload(True), CustomPolicy(lambda module: {"cpu_offload": CPUOffload(True)})):
+    for offload in (
+        CPUOffload(True),
+        CustomPolicy(lambda module: {"cpu_offload": CPUOffload(True)}),
+    ):
         name = "cpu_offload" if isinstance(offload, CPUOffload) else "auto_wrap_policy"
-        unit = translate_fsdp1(Decoder(), **{"auto_wrap_policy": BLOCKS, name: offload}).plan.units[0]
+        unit = translate_fsdp1(Decoder(), **{"auto_wrap_policy": BLOCKS, name: offload}).plan.units[
+            0
+        ]
         assert isinstance(unit.offload_policy, CPUOffloadPolicy)
         assert unit.offload_policy.pin_memory == torch.accelerator.is_available()
 
@@ -215,7 +246,9 @@ def test_what_a_custom_policy_cannot_have_alone_is_refused():
         ({"device_id": 1}, "sets device_id for embed alone"),
         ({"sharding_strategy": ShardingStrategy.NO_SHARD}, "sets NO_SHARD for embed in FULL_SHARD"),
     ):
-        policy = CustomPolicy(lambda module, own=own: own if isinstance(module, nn.Embedding) else False)
+        policy = CustomPolicy(
+            lambda module, own=own: own if isinstance(module, nn.Embedding) else False
+        )
         with pytest.raises(TranslationError, match=match):
             translate_fsdp1(Decoder(), auto_wrap_policy=policy)
 
@@ -226,7 +259,9 @@ def test_what_a_custom_policy_cannot_have_alone_is_refused():
 def test_what_fsdp2_cannot_have_is_repaired_and_noted():
     model = Decoder(tied=True)
     model.layers[0].norm.bfloat16()
-    translation = translate_fsdp1(model, auto_wrap_policy={nn.Embedding, nn.Linear, nn.ModuleList, Block})
+    translation = translate_fsdp1(
+        model, auto_wrap_policy={nn.Embedding, nn.Linear, nn.ModuleList, Block}
+    )
     units = [unit.name for unit in translation.plan.units]
     assert "[embed, head]" in units
     assert "layers" not in units
@@ -235,7 +270,8 @@ def test_what_fsdp2_cannot_have_is_repaired_and_noted():
     lone = translate_fsdp1(Decoder(), auto_wrap_policy={nn.ModuleList})
     assert [unit.name for unit in lone.plan.units] == ["(root)"]
     assert "layers: has no forward, so the unit around it" in lone.plan.notes[0]
-    mixed = translate_fsdp1(model, auto_wrap_policy=BLOCKS)  # FSDP1 has one dtype in a unit, and fails
+    # FSDP1 has one dtype in a unit, and fails
+    mixed = translate_fsdp1(model, auto_wrap_policy=BLOCKS)
     assert "layers.0.norm" in [unit.name for unit in mixed.plan.units]
 
 

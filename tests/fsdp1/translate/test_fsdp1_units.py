@@ -1,4 +1,6 @@
-"""The units of a translation are the modules that real FSDP1 wraps, with the same parameters and dtypes."""
+"""The units of a translation are the modules that real FSDP1 wraps, with the same parameters and
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,17 @@ def one_rank():
 
 
 def owners_in_fsdp1(model, **arguments):
-    """Each parameter's unit and what it is computed in, as FSDP1 wraps the model; which changes the model.
+    """Each parameter's unit and what it is computed in, as FSDP1 wraps the model; which changes the
+    model.
 
     What a module without forward holds, and FSDP1 never gathers, goes to the unit around.
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
     wrapped = {
         names[id(each._fsdp_wrapped_module)]: each
-        for each in FullyShardedDataParallel.fsdp_modules(fsdp1(model, use_orig_params=True, **arguments))
+        for each in FullyShardedDataParallel.fsdp_modules(
+            fsdp1(model, use_orig_params=True, **arguments)
+        )
     }
     found = {}
     for name, each in wrapped.items():
@@ -59,14 +64,19 @@ def owners_in_fsdp1(model, **arguments):
 def owners_in_plan(plan):
     """The same of a plan, in which float32 stands for what FSDP1 leaves as it is."""
     return {
-        param: (unit.modules[0], None if unit.mp_policy.output_dtype else unit.mp_policy.param_dtype)
+        param: (
+            unit.modules[0],
+            None if unit.mp_policy.output_dtype else unit.mp_policy.param_dtype,
+        )
         for unit in plan.units
         for param in unit.params
     }
 
 
 def assert_same_units(build, ignore=False, **arguments):
-    """FSDP1's units and ours, apart from those that share a parameter; returns how many there are of ours."""
+    """FSDP1's units and ours, apart from those that share a parameter; returns how many there are
+    of ours.
+    """
     model = build()
     arguments["ignored_states"] = list(model.parameters())[1::7] if ignore else None
     plan = translate_fsdp1(model, **arguments).plan
@@ -97,19 +107,32 @@ POLICIES = [
     always_wrap_policy,
     functools.partial(size_based_auto_wrap_policy, min_num_params=300),
     ModuleWrapPolicy(CLASSES),
-    functools.partial(_or_policy, policies=[functools.partial(lambda_auto_wrap_policy, lambda_fn=has_two), is_big]),
-    CustomPolicy(lambda module: {"mixed_precision": None} if isinstance(module, nn.Linear) else False),
+    functools.partial(
+        _or_policy, policies=[functools.partial(lambda_auto_wrap_policy, lambda_fn=has_two), is_big]
+    ),
+    CustomPolicy(
+        lambda module: {"mixed_precision": None} if isinstance(module, nn.Linear) else False
+    ),
 ]
-# FSDP1 takes neither scalars nor several dtypes in a unit; MobileBERT's empty parameter is not cast.
-WRAPPABLE = [name for name in ZOO if name not in ("scalar", "clip", "complex", "lora", "mixed_dtypes")]
+# FSDP1 takes neither scalars nor several dtypes in a unit; MobileBERT's empty parameter is not
+# cast.
+WRAPPABLE = [
+    name for name in ZOO if name not in ("scalar", "clip", "complex", "lora", "mixed_dtypes")
+]
 
 
 @pytest.mark.parametrize("name", WRAPPABLE)
 def test_on_a_model_of_the_zoo(name):
     turn = WRAPPABLE.index(name)
-    precision = [BF16, None, MixedPrecision(torch.bfloat16, _module_classes_to_ignore=[nn.LayerNorm])][turn % 3]
+    precision = [
+        BF16,
+        None,
+        MixedPrecision(torch.bfloat16, _module_classes_to_ignore=[nn.LayerNorm]),
+    ][turn % 3]
     policy, ignore = POLICIES[turn % len(POLICIES)], turn % 2
-    assert assert_same_units(ZOO[name].build, ignore, auto_wrap_policy=policy, mixed_precision=precision)
+    assert assert_same_units(
+        ZOO[name].build, ignore, auto_wrap_policy=policy, mixed_precision=precision
+    )
 
 
 # What a policy may be.
@@ -124,13 +147,18 @@ def test_classes_are_a_policy(policy):
 @pytest.mark.parametrize("policy", [3, [3], nn.Linear(2, 2), {"Block"}], ids=str)
 def test_what_is_no_policy_is_refused(policy):
     with pytest.raises(
-        TranslationError, match=r"auto_wrap_policy .* raised TypeError: .* It is called as FSDP1 calls it"
+        TranslationError,
+        match=r"auto_wrap_policy .* raised TypeError: .* It is called as FSDP1 calls it",
     ):
         translate_fsdp1(Decoder(), auto_wrap_policy=policy)
 
 
-@pytest.mark.parametrize("policy", [transformer_auto_wrap_policy, CustomPolicy(lambda module: "yes"), lambda: True])
+@pytest.mark.parametrize(
+    "policy", [transformer_auto_wrap_policy, CustomPolicy(lambda module: "yes"), lambda: True]
+)
 def test_a_policy_that_fails_is_refused_with_its_error(policy):
-    with pytest.raises(TranslationError, match=r"auto_wrap_policy .* raised (TypeError|ValueError)") as caught:
+    with pytest.raises(
+        TranslationError, match=r"auto_wrap_policy .* raised (TypeError|ValueError)"
+    ) as caught:
         translate_fsdp1(Decoder(), auto_wrap_policy=policy)
     assert caught.value.__cause__ is not None

@@ -8,7 +8,11 @@ import torch.nn.functional as F
 from harness import generator_of, parse, read, write
 from torch import nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.fully_sharded_data_parallel import BackwardPrefetch, CPUOffload, ShardingStrategy
+from torch.distributed.fsdp.fully_sharded_data_parallel import (
+    BackwardPrefetch,
+    CPUOffload,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy, wrap
 from torch.optim.lr_scheduler import StepLR
 
@@ -33,12 +37,16 @@ class Net(nn.Module):
 def init_weights(module):
     if isinstance(module, nn.Linear):
         with torch.no_grad():
-            module.weight.copy_(torch.sin(torch.arange(module.weight.numel()).float()).view_as(module.weight) / 3)
+            module.weight.copy_(
+                torch.sin(torch.arange(module.weight.numel()).float()).view_as(module.weight) / 3
+            )
 
 
 def images(seed):
     generator = generator_of(seed)
-    return torch.rand(4, 1, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+    return torch.rand(4, 1, 8, 8, generator=generator), torch.randint(
+        0, 10, (4,), generator=generator
+    )
 
 
 @torch.no_grad()
@@ -69,7 +77,9 @@ def build(args):
 
 
 def main(argv=None):
-    args = parse(argv, strategy="FULL_SHARD", offload=False, manual=False, init=False, out="", load="")
+    args = parse(
+        argv, strategy="FULL_SHARD", offload=False, manual=False, init=False, out="", load=""
+    )
     model = build(args)
     if args.load:
         model.load_state_dict(read(args.load))

@@ -1,7 +1,8 @@
 """A student learns from a teacher: both FSDP inside one plain module that is not FSDP itself.
 
-The optimizer is made before wrapping, as use_orig_params allows. The teacher follows the student (EMA over the full
-parameters), and state is saved through the plain module, with set_state_dict_type.
+The optimizer is made before wrapping, as use_orig_params allows. The teacher follows the student
+(EMA over the full parameters), and state is saved through the plain module, with
+set_state_dict_type.
 """
 
 import copy
@@ -20,7 +21,9 @@ class Encoder(nn.Module):
     def __init__(self, width=12, depth=3, outputs=7):
         super().__init__()
         self.stem = nn.Linear(5, width)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+        )
         self.norm = nn.BatchNorm1d(width)
         self.head = nn.Linear(width, outputs)
 
@@ -53,8 +56,8 @@ class Distiller(nn.Module):
         if args.process_groups:
             options["process_group"] = hybrid_groups()
         if args.policy == "size":
-            options["auto_wrap_policy"] = lambda module, recurse, nonwrapped_numel: size_based_auto_wrap_policy(
-                module, recurse, nonwrapped_numel, min_num_params=100
+            options["auto_wrap_policy"] = lambda module, recurse, nonwrapped_numel: (
+                size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params=100)
             )
         elif args.policy == "always":
             options["auto_wrap_policy"] = always_wrap_policy
@@ -66,13 +69,18 @@ class Distiller(nn.Module):
             target = self.teacher(x)["logits"]
         out = self.student(x, return_features=True)
         soft = F.softmax((target - self.center) / 0.5, dim=-1)
-        loss = -(soft * F.log_softmax(out["logits"], dim=-1)).sum(-1).mean() + 0.01 * out["features"].pow(2).mean()
+        loss = (
+            -(soft * F.log_softmax(out["logits"], dim=-1)).sum(-1).mean()
+            + 0.01 * out["features"].pow(2).mean()
+        )
         return loss, target
 
     @torch.no_grad()
     def update_teacher(self, momentum):
         with FullyShardedDataParallel.summon_full_params(self):
-            for mine, theirs in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            for mine, theirs in zip(
+                self.student.parameters(), self.teacher.parameters(), strict=True
+            ):
                 theirs.mul_(momentum).add_(mine, alpha=1 - momentum)
 
 
@@ -85,7 +93,10 @@ def save(model, optimizer, path):
     )
     settings = FullyShardedDataParallel.get_state_dict_type(model.student)
     assert settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    state = {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+    state = {
+        "model": model.state_dict(),
+        "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer),
+    }
     write(state, path)
 
 
@@ -116,7 +127,9 @@ def main(argv=None):
     biases = [p for name, p in student.named_parameters() if name.endswith("bias")]
     weights = [p for name, p in student.named_parameters() if not name.endswith("bias")]
     optimizer = torch.optim.SGD(
-        [{"params": weights, "weight_decay": 0.01}, {"params": biases, "lr": 0.05}], lr=0.1, momentum=0.9
+        [{"params": weights, "weight_decay": 0.01}, {"params": biases, "lr": 0.05}],
+        lr=0.1,
+        momentum=0.9,
     )
     model.wrap(args)
     assert sum(isinstance(module, FullyShardedDataParallel) for module in model.modules()) >= 2
@@ -146,6 +159,9 @@ def main(argv=None):
         losses.append(loss.item())
         if args.out and step + 1 == args.save_at:
             save(model, optimizer, args.out)
-    with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model.teacher, writeback=False):
+    with (
+        torch.no_grad(),
+        FullyShardedDataParallel.summon_full_params(model.teacher, writeback=False),
+    ):
         losses.append(model.teacher.features(torch.ones(2, 5)).mean().item())
     return losses

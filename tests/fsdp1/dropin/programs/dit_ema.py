@@ -1,7 +1,7 @@
 """A class-conditional diffusion transformer with an average of its weights (EMA).
 
-The average is a deep copy made before wrapping and is wrapped itself. Checkpoints: model and EMA full, by rank 0, and
-the optimizer as it is, one file a rank.
+The average is a deep copy made before wrapping and is wrapped itself. Checkpoints: model and EMA
+full, by rank 0, and the optimizer as it is, one file a rank.
 """
 
 import functools
@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness import generator_of, parse, read, read_own, write, write_own
-from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
 
@@ -35,12 +40,17 @@ class DiTBlock(nn.Module):
 class DiT(nn.Module):
     def __init__(self, hidden_size=16, depth=3):
         super().__init__()
-        self.x_embedder, self.t_embedder = nn.Linear(CHANNELS, hidden_size), nn.Linear(1, hidden_size)
+        self.x_embedder, self.t_embedder = (
+            nn.Linear(CHANNELS, hidden_size),
+            nn.Linear(1, hidden_size),
+        )
         self.y_embedder = nn.Embedding(CLASSES, hidden_size)
         self.pos_embed = nn.Parameter(torch.zeros(1, TOKENS, hidden_size), requires_grad=False)
         self.blocks = nn.ModuleList([DiTBlock(hidden_size) for _ in range(depth)])
         self.final_layer = nn.Linear(hidden_size, CHANNELS)
-        self.pos_embed.data.copy_(torch.sin(torch.arange(self.pos_embed.numel()) / 3.0).view_as(self.pos_embed))
+        self.pos_embed.data.copy_(
+            torch.sin(torch.arange(self.pos_embed.numel()) / 3.0).view_as(self.pos_embed)
+        )
 
     def forward(self, x, t, y):
         x = self.x_embedder(x) + self.pos_embed
@@ -77,7 +87,9 @@ def setup_fsdp_sync(model, args, precision=None):
         policy = ModuleWrapPolicy([DiTBlock])
     else:
         modules = model.get_fsdp_wrap_module_list()
-        policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in modules)
+        policy = functools.partial(
+            lambda_auto_wrap_policy, lambda_fn=lambda module: module in modules
+        )
     return FSDP(
         model,
         auto_wrap_policy=policy,
@@ -100,7 +112,9 @@ def training_losses(model, x, t, y, noise):
 def save_checkpoint(directory, model, ema, opt, step):
     for name, module in (("consolidated", model), ("consolidated_ema", ema)):
         with FSDP.state_dict_type(
-            module, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+            module,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
         ):
             write(module.state_dict(), f"{directory}/{name}.pth")
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
@@ -126,7 +140,9 @@ def build(args):
         dist.barrier()
     requires_grad(model_ema, False)
     dtype = {"fp32": torch.float, "bf16": torch.bfloat16}[args.precision]
-    reduce_dtype = {"fp32": torch.float, "bf16": torch.bfloat16}[args.grad_precision or args.precision]
+    reduce_dtype = {"fp32": torch.float, "bf16": torch.bfloat16}[
+        args.grad_precision or args.precision
+    ]
     precision = MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype)
     model = setup_fsdp_sync(model, args, precision)
     model_ema = setup_fsdp_sync(model_ema, args)

@@ -1,7 +1,9 @@
-"""A frozen language model that looks at images: new layers between its own, each part wrapped twice and by hand.
+"""A frozen language model that looks at images: new layers between its own, each part wrapped twice
+and by hand.
 
-The model itself is no FSDP module, so every part is a root: gradients are clipped part by part. The language model's
-own blocks are unfrozen, as FSDP needs for freeing them, and left out of the optimizer by an attribute.
+The model itself is no FSDP module, so every part is a root: gradients are clipped part by part. The
+language model's own blocks are unfrozen, as FSDP needs for freeing them, and left out of the
+optimizer by an attribute.
 """
 
 import torch
@@ -33,9 +35,14 @@ class LanguageModel(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY, bias=False),
+        )
         self.old_decoder_blocks = nn.ModuleList([Block(WIDTH) for _ in range(3)])
-        self.gated_cross_attn_layers = nn.ModuleList([None if i % 2 else CrossAttention() for i in range(3)])
+        self.gated_cross_attn_layers = nn.ModuleList(
+            [None if i % 2 else CrossAttention() for i in range(3)]
+        )
         self.bias = nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False)
         self.media = None
 
@@ -53,7 +60,11 @@ class Flamingo(nn.Module):
         self.perceiver = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
         self.lang_encoder = LanguageModel()
         self.requires_grad_(False)
-        for part in (self.perceiver, self.lang_encoder.gated_cross_attn_layers, self.lang_encoder.embed):
+        for part in (
+            self.perceiver,
+            self.lang_encoder.gated_cross_attn_layers,
+            self.lang_encoder.embed,
+        ):
             part.requires_grad_(True)
 
     def forward(self, vision_x, tokens):
@@ -69,9 +80,12 @@ class Flamingo(nn.Module):
         lang.old_decoder_blocks.requires_grad_(True)
         with enable_wrap(wrapper_cls=FSDP, **wrapper_kwargs):
             self.perceiver = wrap(wrap(self.perceiver))
-            lang.old_decoder_blocks = nn.ModuleList(wrap(wrap(block)) for block in lang.old_decoder_blocks)
+            lang.old_decoder_blocks = nn.ModuleList(
+                wrap(wrap(block)) for block in lang.old_decoder_blocks
+            )
             lang.gated_cross_attn_layers = nn.ModuleList(
-                wrap(wrap(layer)) if layer is not None else None for layer in lang.gated_cross_attn_layers
+                wrap(wrap(layer)) if layer is not None else None
+                for layer in lang.gated_cross_attn_layers
             )
             lang.embed, lang.head = wrap(wrap(lang.embed)), wrap(wrap(lang.head))
             self.vision_encoder = wrap(wrap(self.vision_encoder))
@@ -98,8 +112,16 @@ def optimizer_of(model, args):
 
 def trained_only(model, state):
     """Without what was frozen from the start, as names of the wrapped model say."""
-    frozen = {name.replace("_fsdp_wrapped_module.", "") for name, p in model.named_parameters() if not p.requires_grad}
-    return {name: value for name, value in state.items() if name not in frozen and "old_decoder_blocks" not in name}
+    frozen = {
+        name.replace("_fsdp_wrapped_module.", "")
+        for name, p in model.named_parameters()
+        if not p.requires_grad
+    }
+    return {
+        name: value
+        for name, value in state.items()
+        if name not in frozen and "old_decoder_blocks" not in name
+    }
 
 
 def save(model, optimizer, path):
@@ -109,7 +131,10 @@ def save(model, optimizer, path):
         fsdp.FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
         fsdp.FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
     )
-    state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer, group=dist.group.WORLD)
+    state, optim = (
+        model.state_dict(),
+        FSDP.optim_state_dict(model, optimizer, group=dist.group.WORLD),
+    )
     write({"model": trained_only(model, state), "optimizer": optim}, path)
 
 

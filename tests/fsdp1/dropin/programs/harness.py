@@ -20,7 +20,11 @@ class Block(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x)).cumsum(1)))
@@ -34,7 +38,9 @@ def parse(argv, **defaults):
         if default is False:
             parser.add_argument(option, action="store_true")
         else:
-            parser.add_argument(option, type=float if default is None else type(default), default=default)
+            parser.add_argument(
+                option, type=float if default is None else type(default), default=default
+            )
     return parser.parse_args(argv)
 
 
@@ -86,7 +92,9 @@ def class_named(model, name):
 
 
 def is_trained_leaf(module):
-    """Whether a module has no children and a weight that trains, for policies that keep trained and frozen apart."""
+    """Whether a module has no children and a weight that trains, for policies that keep trained and
+    frozen apart.
+    """
     weight = getattr(module, "weight", None)
     return not list(module.named_children()) and weight is not None and weight.requires_grad
 

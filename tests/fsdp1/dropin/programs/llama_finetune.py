@@ -1,7 +1,8 @@
-"""Fine-tuning a Llama, in full or with LoRA: rank 0 holds the pretrained weights, the others begin on meta.
+"""Fine-tuning a Llama, in full or with LoRA: rank 0 holds the pretrained weights, the others begin
+on meta.
 
-Policies and checkpoint handlers are in llama_policies.py. Evaluation prints a perplexity over all ranks, checkpoints
-are directories of torch.distributed.checkpoint.
+Policies and checkpoint handlers are in llama_policies.py. Evaluation prints a perplexity over all
+ranks, checkpoints are directories of torch.distributed.checkpoint.
 """
 
 import llama_policies as policies
@@ -44,7 +45,11 @@ def make_room(module):
 
 
 def wrap_model(model, args, rank):
-    policy = policies.fsdp_auto_wrap_policy(LlamaDecoderLayer) if args.use_peft else policies.get_llama_wrapper()
+    policy = (
+        policies.fsdp_auto_wrap_policy(LlamaDecoderLayer)
+        if args.use_peft
+        else policies.get_llama_wrapper()
+    )
     model = FSDP(
         model,
         auto_wrap_policy=policy,
@@ -117,7 +122,10 @@ def main(argv=None):
     if args.dist_checkpoint:
         policies.load_model_sharded(model, args.dist_checkpoint)
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=args.lr, weight_decay=0.01, foreach=False
+        [p for p in model.parameters() if p.requires_grad],
+        lr=args.lr,
+        weight_decay=0.01,
+        foreach=False,
     )
     scheduler = StepLR(optimizer, step_size=1, gamma=0.85)
     if args.dist_checkpoint:

@@ -1,4 +1,6 @@
-"""What llama_finetune.py imports: precision policies, wrapping policies and checkpoint handlers of its own."""
+"""What llama_finetune.py imports: precision policies, wrapping policies and checkpoint handlers of
+its own.
+"""
 
 import functools
 
@@ -9,26 +11,40 @@ from harness import is_trained_leaf
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.fsdp.fully_sharded_data_parallel import CPUOffload
-from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    _or_policy,
+    lambda_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 PRECISION = {
     "none": None,
-    "bf16": MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, cast_forward_inputs=True),
-    "mixed": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16),
+    "bf16": MixedPrecision(
+        torch.bfloat16, torch.bfloat16, torch.bfloat16, cast_forward_inputs=True
+    ),
+    "mixed": MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
+    ),
 }
 OFFLOAD = CPUOffload(offload_params=True)
 
 
 def get_llama_wrapper():
     """Decoder layers are units."""
-    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+    return functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer}
+    )
 
 
 def fsdp_auto_wrap_policy(*transformer_layers):
-    """Layers are units, and every leaf that trains is one of its own: frozen and trained ones never share a unit."""
+    """Layers are units, and every leaf that trains is one of its own: frozen and trained ones never
+    share a unit.
+    """
     lambda_policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_trained_leaf)
-    transformer_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(transformer_layers))
+    transformer_policy = functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls=set(transformer_layers)
+    )
     return functools.partial(_or_policy, policies=[lambda_policy, transformer_policy])
 
 
@@ -38,7 +54,11 @@ def save_model_and_optimizer_sharded(model, directory, optimizer=None):
         state_dict = {"model": model.state_dict()}
         if optimizer is not None:
             state_dict["optim"] = FSDP.optim_state_dict(model, optimizer)
-        dcp.save(state_dict, storage_writer=dcp.FileSystemWriter(directory), planner=dcp.DefaultSavePlanner())
+        dcp.save(
+            state_dict,
+            storage_writer=dcp.FileSystemWriter(directory),
+            planner=dcp.DefaultSavePlanner(),
+        )
     dist.barrier()
 
 

@@ -1,7 +1,8 @@
-"""A small GPT from scratch: tied head, decay groups by dimension, cosine schedule, accumulation under no_sync.
+"""A small GPT from scratch: tied head, decay groups by dimension, cosine schedule, accumulation
+under no_sync.
 
-Wrapped with use_orig_params for torch.compile and parameter groups; the checkpoint holds model, optimizer and the
-arguments, and training resumes from it.
+Wrapped with use_orig_params for torch.compile and parameter groups; the checkpoint holds model,
+optimizer and the arguments, and training resumes from it.
 """
 
 import contextlib
@@ -51,7 +52,9 @@ class GPT(Decoder):
         for block in self.layers:
             x = block(x)
         logits = self.head(self.norm(x[:, [-1], :] if targets is None else x))
-        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
+        return logits, None if targets is None else F.cross_entropy(
+            logits.flatten(0, 1), targets.reshape(-1)
+        )
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
@@ -65,13 +68,25 @@ def configure_optimizer(model, weight_decay, lr, use_orig_params):
     """Weights of two dimensions decay, biases and norms do not."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not use_orig_params:
-        return torch.optim.AdamW(params.values(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-    plain = {name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in params.items()}
+        return torch.optim.AdamW(
+            params.values(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay
+        )
+    plain = {
+        name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p
+        for name, p in params.items()
+    }
     no_decay = {name for name in plain if "norm" in name or name.endswith("bias")}
     groups = [
-        {"params": [p for name, p in plain.items() if name not in no_decay], "weight_decay": weight_decay},
+        {
+            "params": [p for name, p in plain.items() if name not in no_decay],
+            "weight_decay": weight_decay,
+        },
         {"params": [p for name, p in plain.items() if name in no_decay], "weight_decay": 0.0},
-        {"params": [p for name, p in plain.items() if "adapter" in name], "weight_decay": 0.0, "lr": lr / 10},
+        {
+            "params": [p for name, p in plain.items() if "adapter" in name],
+            "weight_decay": 0.0,
+            "lr": lr / 10,
+        },
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
@@ -96,7 +111,9 @@ def estimate_loss(model, data, args, config):
     model.eval()
     for split in ("train", "val"):
         generator = torch.Generator().manual_seed(len(split))
-        losses = torch.stack([model(*get_batch(data, args, config, generator))[1] for _ in range(2)])
+        losses = torch.stack(
+            [model(*get_batch(data, args, config, generator))[1] for _ in range(2)]
+        )
         mean = losses.float().mean()
         dist.all_reduce(mean)
         out.append(mean.item() / dist.get_world_size())
@@ -124,7 +141,9 @@ def wrap(model, args):
     precision = None
     if args.dtype != "float32":
         dtype = getattr(torch, args.dtype)
-        precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=dtype)
+        precision = MixedPrecision(
+            param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=dtype
+        )
     return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -158,7 +177,9 @@ def main(argv=None):
     )  # fmt: skip
     torch.manual_seed(1337)
     data = torch.arange(400) * 7 % 41 + torch.randint(0, 3, (400,))
-    checkpoint = torch.load(args.init_from, weights_only=False, mmap=True) if args.init_from else None
+    checkpoint = (
+        torch.load(args.init_from, weights_only=False, mmap=True) if args.init_from else None
+    )
     config = GPTConfig(**checkpoint["model_args"]) if checkpoint else GPTConfig()
     model = GPT(config)
     if checkpoint:
@@ -168,7 +189,9 @@ def main(argv=None):
     first = 0
     if checkpoint:
         first = checkpoint["iter_num"]
-        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optimizer"]))
+        optimizer.load_state_dict(
+            FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optimizer"])
+        )
     fsdp_model = model
     if args.compile:
         model = torch.compile(model, backend=args.compile)

@@ -44,7 +44,10 @@ class Layer(nn.Module):
 
     def forward(self, x, scale=None):
         hidden = F.relu(self.fc1(self.norm(x)))
-        hidden = hidden.cumsum(1) / torch.arange(1, x.size(1) + 1, device=x.device, dtype=hidden.dtype)[None, :, None]
+        hidden = (
+            hidden.cumsum(1)
+            / torch.arange(1, x.size(1) + 1, device=x.device, dtype=hidden.dtype)[None, :, None]
+        )
         return x + self.fc2(hidden) * (1.0 if scale is None else scale)
 
 
@@ -73,10 +76,16 @@ class LanguageModel(nn.Module):
 
 def build(args):
     torch.manual_seed(11)
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16) if args.bf16 else None
+    precision = (
+        MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        if args.bf16
+        else None
+    )
     parameters = {
         "process_group": dist.group.WORLD,
-        "sharding_strategy": ShardingStrategy.FULL_SHARD if args.reshard else ShardingStrategy.SHARD_GRAD_OP,
+        "sharding_strategy": ShardingStrategy.FULL_SHARD
+        if args.reshard
+        else ShardingStrategy.SHARD_GRAD_OP,
         "mixed_precision": precision,
         "device_id": torch.device("cpu"),
     }
@@ -112,7 +121,9 @@ def train_step(model, optimizer, scaler, args, step):
     optimizer.zero_grad()
     for micro in range(args.update_freq):
         tokens = torch.randint(0, 40, (2, 6), generator=generator)
-        maybe_no_sync = model.no_sync() if micro < args.update_freq - 1 else contextlib.nullcontext()
+        maybe_no_sync = (
+            model.no_sync() if micro < args.update_freq - 1 else contextlib.nullcontext()
+        )
         with maybe_no_sync:
             logits = model(tokens[:, :-1], scale=torch.tensor(0.5))
             loss = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:])

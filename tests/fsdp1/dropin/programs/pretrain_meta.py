@@ -1,7 +1,8 @@
-"""Pretraining from a meta model: every rank begins on meta, reset_parameters draws the values while wrapping.
+"""Pretraining from a meta model: every rank begins on meta, reset_parameters draws the values while
+wrapping.
 
-Hybrid sharding, activation checkpointing of every other block before or after wrapping, a LambdaLR, and a
-checkpointer with sharded model and optimizer state through torch.distributed.checkpoint.
+Hybrid sharding, activation checkpointing of every other block before or after wrapping, a LambdaLR,
+and a checkpointer with sharded model and optimizer state through torch.distributed.checkpoint.
 """
 
 import functools
@@ -22,7 +23,9 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 half = torch.bfloat16
 bfSixteen = MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
-fpThirtytwo_bfReduce = MixedPrecision(param_dtype=torch.float32, reduce_dtype=half, buffer_dtype=torch.float32)
+fpThirtytwo_bfReduce = MixedPrecision(
+    param_dtype=torch.float32, reduce_dtype=half, buffer_dtype=torch.float32
+)
 
 
 class RotaryTable(nn.Module):
@@ -53,7 +56,9 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x):
-        return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5).type_as(x) * self.weight
+        return (
+            x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5).type_as(x) * self.weight
+        )
 
 
 class LLaMABlock(nn.Module):
@@ -91,13 +96,16 @@ def param_init_function(module):
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if own and hasattr(module, "reset_parameters"):
         module.to_empty(device=torch.device("cpu"), recurse=False)
-        torch.manual_seed(sum(tensor.numel() for tensor in own))  # the values do not depend on the order of wrapping
+        # the values do not depend on the order of wrapping
+        torch.manual_seed(sum(tensor.numel() for tensor in own))
         with torch.no_grad():
             module.reset_parameters()
 
 
 def apply_checkpointing(model, every):
-    chosen = [module for module in model.modules() if isinstance(module, LLaMABlock)][every - 1 :: every]
+    chosen = [module for module in model.modules() if isinstance(module, LLaMABlock)][
+        every - 1 :: every
+    ]
     checkpoint_modules(model, lambda module: module in chosen)
 
 
@@ -125,9 +133,13 @@ class Checkpointer:
             dist_cp.load(model_state, storage_reader=reader, planner=DefaultLoadPlanner())
             model.load_state_dict(model_state["model_state"])
             optimizer_state = load_sharded_optimizer_state_dict(
-                model_state_dict=model_state["model_state"], optimizer_key="optimizer_state", storage_reader=reader
+                model_state_dict=model_state["model_state"],
+                optimizer_key="optimizer_state",
+                storage_reader=reader,
             )["optimizer_state"]
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optimizer_state))
+            optimizer.load_state_dict(
+                FSDP.optim_state_dict_to_load(model, optimizer, optimizer_state)
+            )
         return read(paths[-1] / "metadata.pth")
 
 
@@ -144,8 +156,12 @@ def main(argv=None):
         apply_checkpointing(model, args.checkpoint_every)
     model = FSDP(
         model,
-        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LLaMABlock}),
-        mixed_precision={"none": None, "bf16": bfSixteen, "reduce": fpThirtytwo_bfReduce}[args.precision],
+        auto_wrap_policy=functools.partial(
+            transformer_auto_wrap_policy, transformer_layer_cls={LLaMABlock}
+        ),
+        mixed_precision={"none": None, "bf16": bfSixteen, "reduce": fpThirtytwo_bfReduce}[
+            args.precision
+        ],
         sharding_strategy=ShardingStrategy[args.strategy],
         device_mesh=init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
         if "HYBRID" in args.strategy
@@ -157,12 +173,15 @@ def main(argv=None):
     )
     if args.checkpoint_every and args.checkpoint_after:
         apply_checkpointing(model, args.checkpoint_every)
-    if args.default_init:  # each rank drew its own values, or the same by its seed: what counts is that they are there
+    # each rank drew its own values, or the same by its seed: what counts is that they are there
+    if args.default_init:
         assert all(p.device.type == "cpu" and p.isfinite().all() for p in model.parameters())
     optimizer = optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     checkpointer = Checkpointer(args.ckpt) if args.ckpt else None
     first = checkpointer.load(model, optimizer) if checkpointer else 0
-    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((first + step + 1) / 3, 1.0))
+    scheduler = optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((first + step + 1) / 3, 1.0)
+    )
     model.train()
     losses = []
     criterion = nn.CrossEntropyLoss()

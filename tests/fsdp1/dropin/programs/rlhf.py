@@ -1,19 +1,38 @@
-"""Policy optimization: an actor and a reference, and an optimizer whose state is moved between phases.
+"""Policy optimization: an actor and a reference, and an optimizer whose state is moved between
+phases.
 
-Rank 0 holds the weights and the others begin on meta. Log probabilities are computed without grad. The rollout receives
-the weights from sharded state, or the adapters unit by unit.
+Rank 0 holds the weights and the others begin on meta. Log probabilities are computed without grad.
+The rollout receives the weights from sharded state, or the adapters unit by unit.
 """
 
 import functools
 
 import torch
 import torch.distributed as dist
-from harness import Adapted, Decoder, class_named, generator_of, is_trained_leaf, parse, read_own, write_own
+from harness import (
+    Adapted,
+    Decoder,
+    class_named,
+    generator_of,
+    is_trained_leaf,
+    parse,
+    read_own,
+    write_own,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardedOptimStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import ShardedStateDictConfig, StateDictType
-from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    _or_policy,
+    lambda_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 VOCABULARY, PROMPT, RESPONSE = 32, 3, 5
 
@@ -52,7 +71,9 @@ def build(args, role, mesh):
         use_orig_params=False,
         auto_wrap_policy=get_fsdp_wrap_policy(model, args.lora),
         device_id=torch.device("cpu"),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD
+        if mesh.ndim == 2
+        else ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.float32),
         sync_module_states=True,
         device_mesh=mesh,
@@ -68,7 +89,11 @@ def move_optimizer(optimizer, device):
         for param in group["params"]:
             state = optimizer.state[param]
             for key, value in state.items():
-                state[key] = value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+                state[key] = (
+                    value.to(device, non_blocking=True)
+                    if isinstance(value, torch.Tensor)
+                    else value
+                )
 
 
 def log_probs(model, tokens):
@@ -87,13 +112,17 @@ def without_grad(model, tokens):
 def weights_for_rollout(model, args):
     """Sums of the full weights by name; of adapters, one unit after another."""
     if not args.lora:
-        return {name: value.full_tensor().sum().item() for name, value in model.state_dict().items()}
+        return {
+            name: value.full_tensor().sum().item() for name, value in model.state_dict().items()
+        }
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDP) and name.replace("_fsdp_wrapped_module.", "").count(".") == 1:
             with FSDP.summon_full_params(module, writeback=False):
                 state = {key: param for key, param in module.named_parameters() if "lora_" in key}
-                found.update({f"{name}.{key}": param.detach().sum().item() for key, param in state.items()})
+                found.update(
+                    {f"{name}.{key}": param.detach().sum().item() for key, param in state.items()}
+                )
                 module._is_root = False
     assert found
     return found
@@ -115,14 +144,22 @@ def update(actor, optimizer, tokens, old, reference, args):
 
 def checkpoint(actor, optimizer, folder, load):
     """One file a rank."""
-    configs = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+    configs = (
+        ShardedStateDictConfig(offload_to_cpu=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=True),
+    )
     with FSDP.state_dict_type(actor, StateDictType.SHARDED_STATE_DICT, *configs):
         if load:
             state = read_own(folder)
             actor.load_state_dict(state["model"])
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(actor, optimizer, state["optimizer"]))
+            optimizer.load_state_dict(
+                FSDP.optim_state_dict_to_load(actor, optimizer, state["optimizer"])
+            )
         else:
-            write_own({"model": actor.state_dict(), "optimizer": FSDP.optim_state_dict(actor, optimizer)}, folder)
+            write_own(
+                {"model": actor.state_dict(), "optimizer": FSDP.optim_state_dict(actor, optimizer)},
+                folder,
+            )
 
 
 def main(argv=None):

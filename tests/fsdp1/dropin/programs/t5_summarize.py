@@ -1,7 +1,8 @@
-"""Summaries with a T5: FSDP over T5 blocks, an epoch loop with validation, the best model saved by rank 0.
+"""Summaries with a T5: FSDP over T5 blocks, an epoch loop with validation, the best model saved by
+rank 0.
 
-As tutorials do it: everything by keyword, one FullStateDictConfig made once and passed around, the pair
-full_optim_state_dict / scatter_full_optim_state_dict.
+As tutorials do it: everything by keyword, one FullStateDictConfig made once and passed around, the
+pair full_optim_state_dict / scatter_full_optim_state_dict.
 """
 
 import functools
@@ -20,7 +21,9 @@ from transformers.models.t5.modeling_t5 import T5Block
 bf16 = torch.bfloat16
 POLICIES = {
     "bf16": fsdp.MixedPrecision(param_dtype=bf16, reduce_dtype=bf16, buffer_dtype=bf16),
-    "bf16_working": fsdp.MixedPrecision(param_dtype=torch.float32, reduce_dtype=bf16, buffer_dtype=bf16),
+    "bf16_working": fsdp.MixedPrecision(
+        param_dtype=torch.float32, reduce_dtype=bf16, buffer_dtype=bf16
+    ),
     "none": None,
 }
 SAVE_POLICY = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -30,7 +33,11 @@ def batch_of(seed):
     """Random articles, of which one is shorter, each with a summary that copies its beginning."""
     source = torch.randint(2, 64, (2, 12), generator=generator_of(seed))
     mask = (torch.arange(12) < torch.tensor([[12], [8]])).long()
-    return {"input_ids": source * mask, "attention_mask": mask, "labels": source[:, :6].contiguous()}
+    return {
+        "input_ids": source * mask,
+        "attention_mask": mask,
+        "labels": source[:, :6].contiguous(),
+    }
 
 
 def train(model, optimizer, epoch, losses, clip):
@@ -54,9 +61,18 @@ def validate(model):
 
 
 def setup_model(args, rank):
-    """The plain model; a checkpoint is read by rank 0 alone, and reaches the others when they are wrapped."""
+    """The plain model; a checkpoint is read by rank 0 alone, and reaches the others when they are
+    wrapped.
+    """
     torch.manual_seed(1)
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
     config = T5Config(**sizes, dropout_rate=args.dropout, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config)
     if args.resume and rank == 0:
