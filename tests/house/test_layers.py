@@ -16,7 +16,7 @@ SOURCES = sorted((ROOT / "shardkit").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 MOST_FILE_LINES = 600
-MOST_FUNCTION_LINES = 60  # of code: a docstring may be as long as it needs to be
+MOST_FUNCTION_LINES = 80  # of code: a docstring may be as long as it needs to be
 
 # What each module or package may import of shardkit, in reading order. _torch is free for all but
 # errors. A new module at the top needs a line here: put it where its imports allow.
