@@ -46,8 +46,9 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
 
     Every meta parameter, buffer, and tensor in attributes of modules and in lists, tuples and dicts
     that are attributes, gets this rank's part of the value that the same code would have computed
-    without ``init_on_meta``. Parameters stay the same objects, with their ``requires_grad``, ties,
-    attributes and post-accumulate hooks. Real tensors are left alone. In place. Each rank replays
+    without ``init_on_meta``; elements that the code never writes are undefined here as there.
+    Parameters stay the same objects, with their ``requires_grad``, ties, attributes and
+    post-accumulate hooks. Real tensors are left alone. In place. Each rank replays
     the construction and keeps its shards: about the time of one construction, and beyond the shards
     about one largest full tensor in host memory. **Collective** over the ranks of the model's
     meshes: a few numbers, to check that all are to make the same model.
@@ -56,8 +57,9 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
         model: built under ``init_on_meta``, and sharded with ``shard_model``, ``apply_plan`` or
             torch's ``fully_shard``; before its first forward.
         device: where the values are computed; None is where the model was built, as a rule the CPU.
-            ``"cuda"`` is faster, and draws other numbers: those of construction on a GPU under the
-            same seed. The shards end up on their mesh's device, or on the CPU when offloaded.
+            ``"cuda"`` is faster, and draws other numbers: those of construction on a GPU right
+            after ``torch.manual_seed`` with the same seed, even if numbers were drawn on the GPU
+            since. The shards end up on their mesh's device, or on the CPU when offloaded.
 
     torch's default generator ends where ordinary construction leaves it, but is left alone if
     someone drew from it or seeded it since.
@@ -179,9 +181,14 @@ def _check_targets(targets: list[Target]) -> None:
         "Build the model, its adapters (get_peft_model) and its initializers inside init_on_meta()"
     )
     missing = [target for target in targets if target.view is None]
-    _refuse(missing, "was made on the meta device outside init_on_meta(), or quantized", rule, fix)
+    problem = "was made on the meta device outside init_on_meta() or by Tensor.new, or quantized"
+    _refuse(missing, problem, rule, fix)
     written = open_tape().written()
-    garbage = [target for target in targets if target.view and target.view.storage not in written]
+    garbage = [
+        target
+        for target in targets
+        if target.view and target.tensor.numel() and target.view.storage not in written
+    ]
     problem = "would stay uninitialized: its construction writes nothing to it"
     _refuse(garbage, problem, "", "Initialize it inside init_on_meta()")
     # A parameter from before fully_shard would get values of its own, and never train.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -238,11 +239,20 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self.tape.find(tensor)
         if found is None:  # made where no mode sees it (by a storage's own methods), or before
             found = self._constant(tensor, None)
+            self.tape.unseen.add(found.storage)
         return found
 
     def value(self, tensor: Tensor) -> Tensor:
         """Compute the present value of a meta tensor."""
-        return evaluate(self.tape, self.view(tensor))
+        view = self.view(tensor)
+        self._refuse_unseen({view.storage})
+        return evaluate(self.tape, view)
+
+    def _refuse_unseen(self, read: set[int]) -> None:
+        if read & self.tape.unseen:
+            problem = "is read in init_on_meta(), which did not see it being made"
+            fix = "Make it inside, and from Python data by torch.tensor(data)"
+            raise ShardkitError(message("a meta tensor", problem, "Its values are unknown", fix))
 
     def close(self, failed: bool) -> None:
         """Leave generators where replay takes them on, or as they were before if the code
@@ -280,6 +290,8 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _append(self, op: Op, generator: torch.Generator | None = None) -> None:
+        self._refuse_unseen(op.reads)
+        self.tape.unseen -= op.changes()
         if generator is not None:
             op.generator = generator
             op.before = self._stream(generator).draw(len(self.tape.ops))
@@ -349,6 +361,11 @@ class _LooksReal(TorchFunctionMode):
             return func(self._recorder.value(args[0]), *args[1:], **kwargs)
         elif on_meta and func is Tensor.cpu and self._device.type == "cpu":
             return args[0]
+        # On meta, torch makes tensors of Python data without their values, where no mode sees it.
+        elif on_meta and func in _INDEXING:
+            args = (args[0], _without_lists(args[1]), *args[2:])
+        elif on_meta and func is Tensor.new_tensor:
+            return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs})
         return func(*args, **kwargs)
 
     def _target(self, arg: Any, on_meta: bool) -> Any:
@@ -362,6 +379,23 @@ class _LooksReal(TorchFunctionMode):
 
 
 _VALUES = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
+_INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+
+
+def _without_lists(index: Any) -> Any:
+    """Return an index with a tensor in place of each list, tuple, range or array."""
+    if isinstance(index, tuple):
+        return tuple(_as_tensor(item) for item in index)
+    if isinstance(index, list) and not all(isinstance(item, Number) for item in index):
+        return index  # up to torch 2.13 it stands for a tuple, with a warning
+    return _as_tensor(index)
+
+
+def _as_tensor(index: Any) -> Any:
+    if isinstance(index, Tensor) or not isinstance(index, Sized):
+        return index
+    tensor = torch.tensor(index)
+    return tensor if tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
 
 
 def _meta_like(tensor: Tensor) -> Tensor:
@@ -388,6 +422,8 @@ def _arguments(
 
 
 def _is_written(argument: Any) -> bool:
+    if argument.name in ("running_mean", "running_var"):
+        return True  # by batch_norm in training, whose schemas do not say so
     return argument.alias_info is not None and argument.alias_info.is_write
 
 

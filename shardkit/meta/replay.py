@@ -228,6 +228,8 @@ class Player:
         on.
         """
         storage = result.untyped_storage()
+        if tuple(result.shape) != out.size:  # as what batch_norm does not save in eval mode
+            return storage
         # resize_ may have followed
         fits = storage.nbytes() >= self._tape.storages[out.storage].nbytes()
         if not fits or view_of(result, out.storage) != out:

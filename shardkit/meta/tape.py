@@ -136,6 +136,7 @@ class Tape:
         self.streams: dict[torch.Generator, Stream] = {}
         # strong: a freed one's identity would be reused
         self.storages: list[torch.UntypedStorage] = []
+        self.unseen: set[int] = set()  # made where no mode sees it, and not written since
         self._numbers: dict[int, int] = {}
 
     def add(self, tensor: Tensor) -> View:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -185,8 +186,52 @@ def reads_before_changes(m):
     m.x.data.mul_(2)
 
 
+def lists_as_indices(m):
+    m.w = nn.Parameter(torch.ones(6, 4))
+    m.w.data[[1, 3]] = 0.0
+    m.w.data[[True, False, True, False, False, False]] = 2.0
+    m.w.data[4, [0, 2]] = torch.rand(2)
+    m.w.data[[0, 5], [1, 2]] = 7.0
+    m.w.data[(range(2, 4), slice(1, None, 2))] += 3.0
+    table = torch.arange(24.0).view(6, 4)
+    m.rows = table[[5, 0], None].sum().item()
+    m.register_buffer("columns", table[:, [0, 2]])
+    m.register_buffer("by_array", table[numpy.array([[0, 1], [2, 2]])])
+    m.register_buffer("by_tuple", table[(3, 1),])
+    m.register_buffer("nested", table[[[0, 5], [1, 2]], 1])
+    m.register_buffer("nothing", table[[]])
+    m.register_buffer("long", table[[0, 1] * 20])
+
+
+def tensors_of_python_data(m):
+    m.w = nn.Parameter(torch.rand(3))
+    m.register_buffer("steps", m.w.new_tensor([2.0, 3.0]))
+    m.register_buffer("ids", m.w.new_tensor([2, 3], dtype=torch.long) * 2)
+    m.register_buffer("same", torch.tensor([1, 2], device=m.w.device))
+    m.w.data[:2] *= m.w.new_tensor([0.5, 3])
+
+
+def forward_in_the_constructor(m):
+    m.features = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Dropout(), nn.ReLU())
+    m.norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    with torch.no_grad():
+        width = m.norm(m.features(torch.randn(2, 2, 10))).flatten(1).shape[1]
+        m.features.eval()
+        m.register_buffer("mean", m.features(torch.ones(2, 2, 10)).mean())
+    m.features.train()
+    m.out = nn.Linear(width, 3)
+
+
+def without_elements(m):
+    m.register_buffer("nothing", torch.Tensor())
+    m.register_buffer("columns", torch.empty(8, 0))
+    m.attribute = torch.Tensor()
+    m.w = nn.Parameter(torch.cat([torch.empty(0, 3), torch.rand(2, 3)]))
+
+
 FILLS = [
     in_place_parts, samplers, rejection, values_in_control_flow, constants, reused_numpy_memory, buffers, dtypes,
     reseeding, seeded_inside, copies, norms, looks_at_devices, decompositions,
-    reads_before_changes, draws_that_depend_on_values,
+    reads_before_changes, draws_that_depend_on_values, lists_as_indices, tensors_of_python_data,
+    forward_in_the_constructor, without_elements,
 ]  # fmt: skip

@@ -149,6 +149,60 @@ def test_what_was_made_elsewhere_is_listed():
     )
 
 
+def test_a_partly_written_parameter_keeps_what_was_written():
+    """The rest is undefined, as in ordinary construction."""
+    with init_on_meta():
+        model = nn.Module()
+        model.partly = nn.Parameter(torch.empty(6, 2))
+        model.partly.data[2] = 1
+        model.partly.data[torch.tensor([3, 5])] = 2.0
+    materialize(fully_shard(model))
+    assert model.partly.to_local().tolist() == [[1, 1], [2, 2]]  # rank 1 of 3
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_elements_need_no_values():
+    check_same_as_ordinary(lambda: nn.Sequential(nn.Linear(8, 0), nn.Linear(2, 3)))
+
+
+class NestedLists(nn.Module):
+    """torch 2.13 takes such an index for a tuple and warns; newer ones take it for a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(6, 4))
+        self.w.data[[[0, 5], [1, 2]]] = 7.0
+
+
+class LegacyConstructor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.w.data.mul_(self.w.new([1, 2]))
+
+
+READ_UNSEEN = r"^a meta tensor is read in init_on_meta\(\), which did not see it being made"
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("build", [NestedLists, LegacyConstructor])
+def test_values_that_were_not_seen_are_never_read(build):
+    with pytest.raises(ShardkitError, match=READ_UNSEEN), init_on_meta():
+        build()
+
+
+def test_a_meta_tensor_from_outside_has_a_value_once_it_is_written():
+    outside = torch.ones(5, device="meta")
+    for read in (torch.Tensor.tolist, torch.Tensor.clone, torch.Tensor.sqrt_):
+        with pytest.raises(ShardkitError, match=READ_UNSEEN), init_on_meta():
+            read(outside)
+    with init_on_meta():
+        model = net()
+        outside.fill_(3)
+        model[1].weight.data.copy_(outside)
+    assert materialize(fully_shard(model))[1].weight.to_local().eq(3).all()
+
+
 def test_ties_and_shapes_made_afterwards():
     with init_on_meta():
         model, other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), net()
