@@ -42,7 +42,7 @@ BLOCKS = "layers."
 ADAMW = OptimizerBytes.of("adamw")
 STRATEGIES = {
     "replicated (DDP)": "DDP",
-    "kept gathered (ZeRO-2)": "ZeRO-2",
+    "kept unsharded (ZeRO-2)": "ZeRO-2",
     "sharded (ZeRO-3)": "ZeRO-3",
     "sharded in a node (HSDP)": "HSDP",
     "ZeRO-3, blocks checkpointed": "ZeRO-3, checkpointed",

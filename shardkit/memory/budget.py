@@ -69,7 +69,7 @@ def plan_for_budget(
 
     In this order: everything sharded; the fewest blocks checkpointed selectively; with all of them
     so, the fewest checkpointed in full; the same with everything offloaded to the CPU. What is left
-    of the budget saves all-gathers: as many units as fit stay gathered between forward and
+    of the budget saves all-gathers: as many units as fit stay unsharded between forward and
     backward, the last ones first. Units, dtypes, tiles and mesh stay those of the plan.
 
     Args:
@@ -81,7 +81,7 @@ def plan_for_budget(
             fragmentation, NCCL's workspace, CUDA's context. 0 lets the plan use all of it.
         loss, optimizer: as for :func:`shardkit.memory.estimate`.
         micro_batches: of a step with ``shardkit.accumulate``, which gathers units that stay
-            gathered once for all.
+            unsharded once for all.
 
     Raises:
         PlanError: nothing fits; the error says how much is missing.
@@ -146,7 +146,7 @@ class Search:
         offloaded = changed(sharded, offload_policy=CPUOffloadPolicy())
         for plan, start in ((sharded, "everything sharded"), (offloaded, "offloaded to the CPU")):
             if self._weigh(start, plan):
-                self._keep_gathered(start, plan)
+                self._keep_unsharded(start, plan)
                 return
             # The fewest blocks that are enough, or all.
             for policy, how in (("selective", "selectively"), (True, "in full")):
@@ -159,24 +159,25 @@ class Search:
                     return with_checkpoints(plan, dict.fromkeys(blocks[:number], policy))
 
                 number = 1 + _most(len(blocks) - 1, lambda n: not self._fits(first_blocks(n)))
-                plan, name = (
-                    first_blocks(number),
-                    f"{start}, {number} of {len(blocks)} blocks checkpointed {how}",
-                )
+                plan = first_blocks(number)
+                name = f"{start}, {number} of {len(blocks)} blocks checkpointed {how}"
+                if policy is True and number < len(blocks) and not has_units_inside:
+                    name += ", the others selectively"
                 if self._weigh(name, plan):
-                    self._keep_gathered(name, plan)
+                    self._keep_unsharded(name, plan)
                     return
 
     def _weigh(self, name: str, plan: ShardingPlan) -> bool:
         """Add a candidate; return whether it fits."""
+        name = name.removeprefix("everything sharded, ")  # say what differs from that
         self.weighed.append(self.step.predict(name, plan, self.optimizer))
         return self.weighed[-1].peak.total <= self.limit
 
     def _fits(self, plan: ShardingPlan) -> bool:
         return self.step.predict("", plan, self.optimizer).peak.total <= self.limit
 
-    def _keep_gathered(self, name: str, plan: ShardingPlan) -> None:
-        """Spend the memory that is left on saving all-gathers: the last units stay gathered."""
+    def _keep_unsharded(self, name: str, plan: ShardingPlan) -> None:
+        """Spend the memory that is left on saving all-gathers: the last units stay unsharded."""
         names = [
             unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False
         ]
@@ -188,7 +189,8 @@ class Search:
 
         number = _most(len(names), lambda n: self._fits(last_units(n)))
         if number:
-            self._weigh(f"{name}, {number} of {len(names)} units kept gathered", last_units(number))
+            name += f", {number} of {len(names)} units kept unsharded"
+            self._weigh(name, last_units(number))
 
 
 def _most(highest: int, holds: Callable[[int], bool]) -> int:

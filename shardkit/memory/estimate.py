@@ -200,7 +200,7 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
     every_block = with_checkpoints(sharded, {unit.name: True for unit in plan.units if unit.blocks})
     divides = not has_experts and node < ranks and ranks % node == 0
     found = {} if has_experts else {"replicated (DDP)": on_mesh(plan, MeshSpec.hybrid(ranks, 1))}
-    found["kept gathered (ZeRO-2)"] = changed(sharded, reshard_after_forward=False)
+    found["kept unsharded (ZeRO-2)"] = changed(sharded, reshard_after_forward=False)
     found["sharded (ZeRO-3)"] = sharded
     if not has_experts and plan.mesh.replicates and plan.mesh.shard_size > 1:
         found[f"sharded over {plan.mesh.shard_size} ranks (HSDP)"] = plan

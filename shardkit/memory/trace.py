@@ -15,6 +15,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import real_tensors
+from shardkit._torch import FakeTensor, real_tensors
 from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
 from shardkit.activations import checkpointed
 from shardkit.errors import PlanError, message
@@ -346,9 +347,9 @@ def on_fake_tensors(
     """Run the body with fake tensors in the model; yield the arguments of its forward, fake too.
 
     Parameters have the dtype that their unit computes in, as FSDP2 unshards them. Afterwards the
-    attributes of all modules are as before, and so is what lists, dicts and sets in them contain,
-    so that the model keeps its hooks, caches, counters and gradients. What forward writes
-    elsewhere, as in globals, stays. An error of the body becomes a PlanError about the batch, by
+    attributes of all modules, and of the objects that these are, are as before, and so is what
+    lists, dicts and sets in them contain: the model keeps its hooks, caches, counters and
+    gradients. What forward writes elsewhere, as in globals, stays. An error of the body becomes a PlanError about the batch, by
     its name.
     """
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
@@ -383,9 +384,12 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque, tuple)
 def _attributes_of(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the containers in which the model's modules keep their state, with copies of each."""
     found: dict[int, tuple[Any, Any]] = {}
-    waiting: list[Any] = [vars(module) for module in model.modules()]
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    waiting += [vars(config) for config in configs if hasattr(config, "use_cache")]
+    waiting: list[Any] = []
+    for module in model.modules():
+        waiting.append(vars(module))
+        for value in vars(module).values():  # such as a config, or a cache that is no module
+            if hasattr(value, "__dict__") and not isinstance(value, ModuleType):
+                waiting.append(vars(value))
     while waiting:
         container = waiting.pop()
         if id(container) in found or type(container) not in _CONTAINERS:
@@ -419,7 +423,12 @@ def _without_packing(batch: Any) -> AbstractContextManager[Any]:
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None or (isinstance(batch, Mapping) and "position_ids" in batch):
         return nullcontext()
-    return patch.object(masks, "find_packed_sequence_indices", lambda _: None)
+    find = masks.find_packed_sequence_indices
+
+    def find_in_real(positions: Tensor) -> Any:
+        return None if isinstance(positions, FakeTensor) else find(positions)
+
+    return patch.object(masks, "find_packed_sequence_indices", find_in_real)
 
 
 def _faked(value: Any, dtype: torch.dtype | None = None) -> Any:

@@ -39,7 +39,7 @@ def test_what_fits_and_what_it_costs(config, capsys):
     assert shown.startswith("fits in 900.0 KiB: ")
     assert "blocks checkpointed" in shown
     assert "ShardingPlan: " in shown
-    assert "kept gathered (ZeRO-2)" in shown
+    assert "kept unsharded (ZeRO-2)" in shown
 
 
 def test_states_of_a_factory_without_a_batch(capsys):
