@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError
 from shardkit.memory.estimate import Step, changed, resharded, with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes, Prediction
 from shardkit.memory.trace import Loss
@@ -88,8 +88,10 @@ def plan_for_budget(
     """
     limit = limit_of(budget, reserve)
     if batch is None:
-        rule, fix = "Activations depend on it", "Pass one rank's micro-batch as the model takes it"
-        raise PlanError(message("batch", "must be given, got None", rule, fix))
+        raise PlanError(
+            "batch must be given, got None. Activations depend on it. Pass one rank's micro-batch "
+            "as the model takes it."
+        )
     return choose(
         Step(model, plan, batch, loss, micro_batches), OptimizerBytes.of(optimizer), limit
     )
@@ -101,11 +103,15 @@ def limit_of(budget: int | str, reserve: float) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(budget))
     if not match or match[2].upper() not in _UNITS or not float(match[1]):
-        problem = f'must be bytes, or a string such as "70GiB" or "80 GB", got {budget!r}'
-        raise PlanError(message("budget", problem, "", 'Pass, for example, budget="70GiB"'))
+        raise PlanError(
+            f'budget must be bytes, or a string such as "70GiB" or "80 GB", got {budget!r}. '
+            'Pass, for example, budget="70GiB".'
+        )
     if not 0 <= reserve < 1:
-        problem = f"must be a part of the budget from 0 to 1, got {reserve!r}"
-        raise PlanError(message("reserve", problem, "", "Pass, for example, reserve=0.1"))
+        raise PlanError(
+            f"reserve must be a part of the budget from 0 to 1, got {reserve!r}. "
+            "Pass, for example, reserve=0.1."
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()] * (1 - reserve))
 
 
@@ -122,13 +128,11 @@ def choose(step: Step, optimizer: OptimizerBytes, limit: int) -> BudgetPlan:
         )
     least = min(search.weighed, key=lambda candidate: candidate.peak.total)
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
-    problem = (
-        f"of {nbytes(limit)} without the reserve is too little: {least.name} still peaks at "
-        f"{peak}, "
+    raise PlanError(
+        f"budget of {nbytes(limit)} without the reserve is too little: {least.name} still peaks at "
+        f"{peak}, {missing} too much, {least.peak.where}. Use a smaller batch, smaller units, or "
+        'tiles, such as tiles={"**.mlp": 4}.'
     )
-    problem += f"{missing} too much, {least.peak.where}"
-    fix = 'Use a smaller batch, smaller units, or tiles, such as tiles={"**.mlp": 4}'
-    raise PlanError(message("budget", problem, "", fix))
 
 
 class Search:

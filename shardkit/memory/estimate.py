@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from shardkit.errors import PlanError, listing, message
+from shardkit.errors import PlanError, listing
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
@@ -45,9 +45,7 @@ class MemoryEstimate:
             if row.name == name or f"({name})" in row.name:
                 return row
         names = listing(row.name for row in self.rows)
-        raise PlanError(
-            message("strategy", f"{name!r} is not in the estimate", "", f"Use one of {names}")
-        )
+        raise PlanError(f"strategy {name!r} is not in the estimate. Use one of {names}.")
 
     def __str__(self) -> str:
         what = (
@@ -102,9 +100,9 @@ def estimate(
     module = None if isinstance(model, ShardingPlan) else model
     plan = model if isinstance(model, ShardingPlan) else plan
     if plan is None or (module is None and batch is not None):
-        fix = "Call estimate(model, plan_model(model, mesh=MeshSpec.sharded(8)), batch=batch)"
         raise PlanError(
-            message("estimate", "needs a plan, and with a batch also the model", "", fix)
+            "estimate needs a plan, and with a batch also the model. "
+            "Call estimate(model, plan_model(model, mesh=MeshSpec.sharded(8)), batch=batch)."
         )
     step = Step(module, plan, batch, loss, micro_batches, keep_unsharded)
     return estimates(step, OptimizerBytes.of(optimizer), ranks_per_node)
@@ -190,9 +188,9 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
     """
     ranks, node = plan.mesh.size, ranks_per_node
     if node < 1:
-        problem = f"must be at least 1, got {node}"
         raise PlanError(
-            message("ranks_per_node", problem, "", "Pass how many ranks share a node, such as 8")
+            f"ranks_per_node must be at least 1, got {node}. "
+            "Pass how many ranks share a node, such as 8."
         )
     # split by the model, so every strategy keeps the mesh
     has_experts = any(unit.mesh for unit in plan.units)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError
 from shardkit.memory.budget import choose, limit_of
 from shardkit.memory.estimate import Step, estimates
 from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes, Prediction
@@ -73,9 +73,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> int:
     """Print the answer and its tables."""
     if options.budget and options.batch is None:
-        fix = "Pass one rank's micro-batch, such as --batch 1x4096"
         raise PlanError(
-            message("--budget", "needs --batch", "Activations depend on the batch", fix)
+            "--budget needs --batch. Activations depend on the batch. "
+            "Pass one rank's micro-batch, such as --batch 1x4096."
         )
     model = named_model(options.model)
     policy = MixedPrecisionPolicy(

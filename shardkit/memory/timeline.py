@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError
 from shardkit.memory.trace import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD, Trace
 from shardkit.plan import ParamSpec, ShardingPlan, ShardUnit
 
@@ -43,12 +43,9 @@ class OptimizerBytes:
         if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
             return OPTIMIZERS[optimizer]
         if isinstance(optimizer, str) or optimizer < 0:
-            problem = (
-                f"must be one of {', '.join(OPTIMIZERS)}, or bytes of state per element, got "
-                f"{optimizer!r}"
-            )
             raise PlanError(
-                message("optimizer", problem, "", "Pass, for example, 8 for two float32 moments")
+                f"optimizer must be one of {', '.join(OPTIMIZERS)}, or bytes of state per element, "
+                f"got {optimizer!r}. Pass, for example, 8 for two float32 moments."
             )
         return cls(per_element=optimizer)
 

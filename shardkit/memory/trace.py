@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import FakeTensor, real_tensors
 from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
 from shardkit.activations import checkpointed
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.runtime.replicated import compute_in
 from shardkit.tiles import tiled
@@ -83,14 +83,14 @@ def trace(
     if any(
         isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())
     ):
-        rule = "Activations are measured on the plain model, without FSDP2's hooks and shards"
-        fix = "Build it again on the meta device: init_on_meta()"
-        raise PlanError(message("model", "is sharded already", rule, fix))
+        raise PlanError(
+            "model is sharded already. Activations are measured on the plain model, without "
+            "FSDP2's hooks and shards. Build it again on the meta device: init_on_meta()."
+        )
     fix = (
         "Pass a batch that the model accepts, loss=... for what forward returns, or leave out the "
-        "batch to count "
+        "batch to count model states only"
     )
-    fix += "model states only"
     meter = meter or IntervalMeter()
     with on_fake_tensors(model, plan, batch, "batch", fix) as (args, kwargs), meter:
         params, inputs = dict(model.named_parameters()), tensors_of((args, kwargs))
@@ -349,8 +349,8 @@ def on_fake_tensors(
     Parameters have the dtype that their unit computes in, as FSDP2 unshards them. Afterwards the
     attributes of all modules, and of the objects that these are, are as before, and so is what
     lists, dicts and sets in them contain: the model keeps its hooks, caches, counters and
-    gradients. What forward writes elsewhere, as in globals, stays. An error of the body becomes a PlanError about the batch, by
-    its name.
+    gradients. What forward writes elsewhere, as in globals, stays. An error of the body becomes a
+    PlanError about the batch, by its name.
     """
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
@@ -366,9 +366,11 @@ def on_fake_tensors(
                     {key: _faked(value) for key, value in kwargs.items()},
                 )
         except Exception as error:
-            problem = f"fails in the model on fake tensors: {type(error).__name__}: {error}"
-            rule = "The model runs once on tensors that have shapes but no values"
-            raise PlanError(message(name, problem, rule, fix)) from error
+            raise PlanError(
+                f"{name} fails in the model on fake tensors: {type(error).__name__}: "
+                f"{str(error).rstrip('. ')}. The model runs once on tensors that have shapes but "
+                f"no values. {fix}."
+            ) from error
         finally:
             for container, content in reversed(before):
                 container.clear()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
 from shardkit._torch import local_tensor, offloaded_parameters, reread_sharded_parameters
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError
 from shardkit.meta.record import is_plain_meta, records
 from shardkit.meta.replay import Final, Player
 from shardkit.meta.tape import View, open_tape
@@ -48,10 +48,11 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     that are attributes, gets this rank's part of the value that the same code would have computed
     without ``init_on_meta``; elements that the code never writes are undefined here as there.
     Parameters stay the same objects, with their ``requires_grad``, ties, attributes and
-    post-accumulate hooks. Real tensors are left alone. In place. Each rank replays
-    the construction and keeps its shards: about the time of one construction, and beyond the shards
-    about one largest full tensor in host memory. **Collective** over the ranks of the model's
-    meshes: a few numbers, to check that all are to make the same model.
+    post-accumulate hooks. Real tensors are left alone. In place.
+
+    Each rank replays the construction and keeps its shards: about the time of one construction, and
+    beyond the shards about one largest full tensor in host memory. **Collective** over the ranks of
+    the model's meshes: a few numbers, to check that all are to make the same model.
 
     Args:
         model: built under ``init_on_meta``, and sharded with ``shard_model``, ``apply_plan`` or
@@ -70,31 +71,30 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     """
     groups, targets = groups_of(model), find_targets(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        rule, fix = (
-            "materialize computes only this rank's shards",
-            "Call shard_model(model) or fully_shard first",
-        )
-        raise ShardkitError(message("model", "is not sharded", rule, fix))
-    if not targets:
-        problem = "has no parameters or buffers on the meta device"
-        rule = "materialize is called once, on a model that was built under init_on_meta()"
         raise ShardkitError(
-            message("model", problem, rule, "Remove the call if the model has its values already")
+            "model is not sharded. materialize computes only this rank's shards. "
+            "Call shard_model(model) or fully_shard first."
+        )
+    if not targets:
+        raise ShardkitError(
+            "model has no parameters or buffers on the meta device. materialize is called once, on "
+            "a model that was built under init_on_meta(). Remove the call if the model has its "
+            "values already."
         )
     with together(groups, call="materialize") as poll:
         player = prepare(model, targets, device, settle=True)
         poll.same = player.digests()
         poll.fix = (
             "Build the same model on all ranks, and call torch.manual_seed with one number before "
+            "init_on_meta(); seed the data by rank afterwards"
         )
-        poll.fix += "init_on_meta(); seed the data by rank afterwards"
     elements = sum(target.tensor.numel() for target in targets)
     if player.device.type == "cpu" and elements > _MANY:
-        text = (
+        logger.warning(
             "materialize: each rank computes all %.1f billion elements on its CPU; device='cuda' "
-            "is faster"
+            "is faster",
+            elements / 1e9,
         )
-        logger.warning(text, elements / 1e9)
     player.compute()
     install(model, targets)
     forget(model)
@@ -164,58 +164,51 @@ def _recorded(target: Target) -> View | None:
         if module in records and name in records[module].views:
             known.add(records[module].views[name])
     if len(known) > 1:
-        rule, fix = "Each was recorded with its own value", "Tie them inside init_on_meta()"
-        _refuse([target], "became one tensor after init_on_meta", rule, fix)
+        _refuse(
+            [target],
+            "became one tensor after init_on_meta. Each was recorded with its own value. Tie them "
+            "inside init_on_meta().",
+        )
     return next(iter(known), None)
 
 
-def _refuse(targets: list[Target], problem: str, rule: str, fix: str) -> None:
+def _refuse(targets: list[Target], problem: str) -> None:
     if targets:
         names = [fqn for target in targets for fqn in target.fqns]
-        raise ShardkitError(message(listing(names, most=len(names)), problem, rule, fix))
+        raise ShardkitError(f"{', '.join(names)} {problem}")
 
 
 def _check_targets(targets: list[Target]) -> None:
-    rule = "Its initial values were not recorded, and materialize does not guess values"
-    fix = (
-        "Build the model, its adapters (get_peft_model) and its initializers inside init_on_meta()"
+    _refuse(
+        [target for target in targets if target.view is None],
+        "was made on the meta device outside init_on_meta() or by Tensor.new, or quantized. Its "
+        "initial values were not recorded, and materialize does not guess values. Build the model, "
+        "its adapters (get_peft_model) and its initializers inside init_on_meta().",
     )
-    missing = [target for target in targets if target.view is None]
-    problem = "was made on the meta device outside init_on_meta() or by Tensor.new, or quantized"
-    _refuse(missing, problem, rule, fix)
     written = open_tape().written()
-    garbage = [
-        target
-        for target in targets
-        if target.view and target.tensor.numel() and target.view.storage not in written
-    ]
-    problem = "would stay uninitialized: its construction writes nothing to it"
-    _refuse(garbage, problem, "", "Initialize it inside init_on_meta()")
-    # A parameter from before fully_shard would get values of its own, and never train.
+    old, garbage, changed = [], [], []
     registered = [target.view for target in targets if target.slots]
-    old = [
-        t
-        for t in targets
-        if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered
-    ]
-    fix = (
-        "Shard with shard_model, which updates such references, or remove the reference before "
-        "sharding"
+    for target in targets:
+        view, tensor = target.view, target.tensor
+        assert view is not None
+        if tensor.numel() and view.storage not in written:
+            garbage.append(target)
+        # A parameter from before fully_shard would get values of its own, and never train.
+        if not target.slots and isinstance(tensor, nn.Parameter) and view in registered:
+            old.append(target)
+        if view.size != tuple(tensor.shape):
+            changed.append(target)
+    _refuse(
+        garbage,
+        "would stay uninitialized: its construction writes nothing to it. Initialize it inside "
+        "init_on_meta().",
     )
     _refuse(
         old,
-        "is a parameter that fully_shard has replaced in its module, and would not train",
-        "",
-        fix,
+        "is a parameter that fully_shard has replaced in its module, and would not train. Shard "
+        "with shard_model, which updates such references, or remove the reference before sharding.",
     )
-    changed = [
-        target
-        for target in targets
-        if target.view and target.view.size != tuple(target.tensor.shape)
-    ]
-    _refuse(
-        changed, "has another shape than was recorded", "", "Change the shape inside init_on_meta()"
-    )
+    _refuse(changed, "has another shape than was recorded. Change the shape inside init_on_meta().")
     check_unbound(targets)
 
 
@@ -223,18 +216,17 @@ def check_unbound(targets: list[Target]) -> None:
     """Raise if ``install`` would lose a gradient hook, or be refused because of a weak
     reference.
     """
-    sharded = [target for target in targets if isinstance(target.tensor, DTensor)]
-    bound = [
-        target
-        for target in sharded
-        if weakref.getweakrefs(target.tensor) or tensor_hooks(target.tensor)
-    ]
-    rule = (
-        "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak "
-        "references"
+    bound = []
+    for target in targets:
+        tensor = target.tensor
+        if isinstance(tensor, DTensor) and (weakref.getweakrefs(tensor) or tensor_hooks(tensor)):
+            bound.append(target)
+    _refuse(
+        bound,
+        "has a hook of register_hook, or a weak reference to it exists. materialize uses "
+        "torch.utils.swap_tensors, which drops such hooks and raises for weak references. Register "
+        "the hook, or create the reference, after materialize.",
     )
-    fix = "Register the hook, or create the reference, after materialize"
-    _refuse(bound, "has a hook of register_hook, or a weak reference to it exists", rule, fix)
 
 
 # ---- cutting this rank's part out of each full tensor, and installing it -------------------------

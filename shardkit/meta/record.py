@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from shardkit._torch import dispatch, has_own_dispatch, is_wrapper
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 from shardkit.meta.replay import evaluate
 from shardkit.meta.tape import Op, Stream, Tape, View, map_leaves, open_tape, tensors_of
 from shardkit.shards import local_value
@@ -154,9 +154,10 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = tensors_of((args, kwargs))
         if any(isinstance(tensor, DTensor) for tensor in tensors):
-            rule = "A model is built with plain tensors, and sharded afterwards"
-            fix = "Call shard_model after it"
-            raise ShardkitError(message("a DTensor", "is used inside init_on_meta", rule, fix))
+            raise ShardkitError(
+                "a DTensor is used inside init_on_meta. A model is built with plain tensors, and "
+                "sharded afterwards. Call shard_model after it."
+            )
         if any(has_own_dispatch(type(tensor)) for tensor in tensors):
             return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
         is_random = dispatch.has_tag(func, "nondeterministic_seeded")
@@ -174,6 +175,8 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         _refuse_real_writes(func, args, kwargs)
         args, kwargs = map_leaves(self._on_meta, (args, kwargs))
+        kwargs.pop("device", None)
+        kwargs.pop("pin_memory", None)
         if dispatch.has_tag(func, "data_dependent_output"):  # item(), equal(): what comes next
             return self._run_on_values(func, args, kwargs)
         op = self._describe(func, args, kwargs)  # before the call, which may change sizes
@@ -198,8 +201,6 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = map_leaves(self._as_view, given)
         op = Op(func, args, kwargs, default_dtype=torch.get_default_dtype())
         op.on_device = "device" in _argument_names(func)
-        op.kwargs.pop("device", None)
-        op.kwargs.pop("pin_memory", None)
         looks_at_sizes = name.endswith("_like") or name.startswith("new_")
         if looks_at_sizes or dispatch.has_tag(func, "inplace_view"):  # set_, resize_, t_: no values
             return op
@@ -250,9 +251,10 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refuse_unseen(self, read: set[int]) -> None:
         if read & self.tape.unseen:
-            problem = "is read in init_on_meta(), which did not see it being made"
-            fix = "Make it inside, and from Python data by torch.tensor(data)"
-            raise ShardkitError(message("a meta tensor", problem, "Its values are unknown", fix))
+            raise ShardkitError(
+                "a meta tensor is read in init_on_meta(), which did not see it being made. Its "
+                "values are unknown. Make it inside, and from Python data by torch.tensor(data)."
+            )
 
     def close(self, failed: bool) -> None:
         """Leave generators where replay takes them on, or as they were before if the code
@@ -266,9 +268,6 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Some meta kernels raise for a generator of the CPU: exponential_, geometric_ (torch 2.13).
-        kwargs = {
-            name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")
-        }
         on_meta = {name: None if name == "generator" else value for name, value in kwargs.items()}
         if "device" in _argument_names(func):
             on_meta["device"] = torch.device("meta")
@@ -430,8 +429,7 @@ def _is_written(argument: Any) -> bool:
 def _refuse_real_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for argument, value in _arguments(func, args, kwargs):
         if _is_written(argument) and not all(tensor.is_meta for tensor in tensors_of(value)):
-            problem = f"is written inside of it, by {_name(func)}"
-            rule = "What a construction computes has no values yet"
             raise ShardkitError(
-                message("a tensor from outside init_on_meta", problem, rule, "Make it inside")
+                f"a tensor from outside init_on_meta is written inside of it, by {_name(func)}. "
+                "What a construction computes has no values yet. Make it inside."
             )

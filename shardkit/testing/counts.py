@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch.dispatch import TorchDispatchMode, fake_store, forget_meshes
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.plan import Collectives
 
 # Each call of an operator in these namespaces is one collective: torch.distributed and FSDP2
@@ -155,9 +155,10 @@ def assert_same_on_all_ranks(
         assert_same_on_all_ranks(torch.nn.utils.get_total_norm(gradients).full_tensor())
     """
     if isinstance(value, DTensor) or not isinstance(value, (torch.Tensor, bytes)):
-        problem = f"must be a plain tensor or bytes, got {type(value).__name__}"
-        fix = "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)"
-        raise ShardkitError(message("value", problem, "", fix))
+        raise ShardkitError(
+            f"value must be a plain tensor or bytes, got {type(value).__name__}. "
+            "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)."
+        )
     whole = torch.tensor(list(value), dtype=torch.uint8) if isinstance(value, bytes) else value
     kind = f"{type(value).__name__} of {whole.dtype} and shape {tuple(whole.shape)}"
     bits = whole.detach().cpu().flatten().clone().view(torch.uint8)  # float8 cannot be pickled
@@ -170,9 +171,10 @@ def assert_same_on_all_ranks(
         if other != found[0][0]:
             different.append(f"rank {rank} has a {other}")
         elif not torch.equal(others, found[0][1]):
-            different.append(f"rank {rank} has {(others != found[0][1]).sum()} other bytes")
+            bytes_off = int((others != found[0][1]).sum())
+            different.append(f"rank {rank} differs in {bytes_off} bytes")
     if different:
-        rule = f"All ranks must hold what the first holds, a {found[0][0]}"
         raise AssertionError(
-            message("assert_same_on_all_ranks", f"found that {listing(different)}", rule, "")
+            f"assert_same_on_all_ranks found that {listing(different)}. All ranks must hold what "
+            f"the first holds, a {found[0][0]}."
         )

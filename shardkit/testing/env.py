@@ -26,29 +26,10 @@ PACKAGES = (
 # What torchrun, NCCL, gloo, torch and shardkit read. Of SLURM's only the sizes: others name people
 # and accounts.
 VARIABLES = (
-    *(
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_",
-        "SLURM_NNODES",
-        "SLURM_NTASKS",
-    ),
-    *(
-        "CUDA_",
-        "HIP_",
-        "ROCR_",
-        "NCCL_",
-        "RCCL_",
-        "GLOO_",
-        "TORCH",
-        "PYTORCH_",
-        "OMP_",
-        "SHARDKIT_",
-    ),
-)
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_", "SLURM_NNODES",
+    "SLURM_NTASKS", "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_",
+    "SHARDKIT_",
+)  # fmt: skip
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:

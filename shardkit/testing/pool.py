@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from shardkit._torch.dispatch import RANK_IMPORTS
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 from shardkit.testing import worker
 from shardkit.testing.worker import (
     STACK_SIGNAL,
@@ -119,11 +119,10 @@ class RankPool:
 
     def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 60) -> None:
         if worker.in_pool:
-            rule, fix = (
-                "A rank cannot start a pool of its own",
-                "Make the pool in the test, not in its body",
+            raise ShardkitError(
+                "RankPool is made in a rank of another pool. A rank cannot start a pool of its own. "
+                "Make the pool in the test, not in its body."
             )
-            raise ShardkitError(message("RankPool", "is made in a rank of another pool", rule, fix))
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout
@@ -321,9 +320,11 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _not_found(function: object) -> ShardkitError:
     name = getattr(function, "__qualname__", repr(function))
-    rule = "Ranks import its module and look it up by name, so it must be at the module's top level"
-    fix = "Move it there and pass what it closes over as arguments"
-    return ShardkitError(message(name, "cannot be found by other processes", rule, fix))
+    return ShardkitError(
+        f"{name} cannot be found by other processes. Ranks import its module and look it up by "
+        "name, so it must be at the module's top level. Move it there and pass what it closes over "
+        "as arguments."
+    )
 
 
 def distributed(

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 
 STACK_SIGNAL = signal.SIGUSR2  # not SIGUSR1, which Slurm's requeue hooks take
 # The parent ends a call that takes too long and reports where each rank was; the group must not
@@ -238,12 +238,9 @@ def _find(call: Call) -> Callable[..., Any]:
         module = _imported(call)
     found = bodies.get(key_of(call.module, call.name)) or attribute(module, call.name)
     if found is None:
-        rule, fix = (
-            "Ranks import the module and look the function up by name",
-            "Define it where importing defines it",
-        )
         raise ShardkitError(
-            message(f"{call.module}.{call.name}", f"is not found in {call.file}", rule, fix)
+            f"{call.module}.{call.name} is not found in {call.file}. Ranks import the module and "
+            "look the function up by name. Define it where importing defines it."
         )
     return found
 

@@ -26,7 +26,7 @@ from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.collectives import observe_collectives
 from shardkit._torch import named_sharded_parameters
 from shardkit._torch.dispatch import store_of_its_own
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 from shardkit.ranks import check_module, listeners
 from shardkit.watching.calls import (
     NOTHING,
@@ -96,8 +96,10 @@ def watch_script(model: nn.Module, setting: str) -> None:
     """Watch a model to the end of the program, as the value of ``SHARDKIT_WATCH`` says. Local."""
     seconds, _, end = setting.partition(",")
     if not seconds.replace(".", "", 1).isdigit() or end not in ("", "end"):
-        problem = f"must be a number of seconds, optionally followed by ,end, got {setting!r}"
-        raise ShardkitError(message("SHARDKIT_WATCH", problem, "", "Set SHARDKIT_WATCH=30"))
+        raise ShardkitError(
+            "SHARDKIT_WATCH must be a number of seconds, optionally followed by ,end, got "
+            f"{setting!r}. Set SHARDKIT_WATCH=30."
+        )
     watching = _start([model], float(seconds), bool(end))
     if watching is not None:
         atexit.register(lambda: watching.leave(getattr(sys, "last_value", None)))
@@ -108,9 +110,7 @@ def _start(models: Sequence[nn.Module], after: float, end: bool) -> _Watch | Non
     for model in models:
         check_module(model)
     if not after > 0:
-        raise ShardkitError(
-            message("after", f"must be a positive number, got {after!r}", "", "Pass after=30")
-        )
+        raise ShardkitError(f"after must be a positive number, got {after!r}. Pass after=30.")
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     params = [param for model in models for _, param in named_sharded_parameters(model)]
