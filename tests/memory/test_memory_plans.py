@@ -24,6 +24,7 @@ from shardkit import (
     PlanError,
     ShardingPlan,
     api,
+    apply_plan,
     plan_model,
     shard_model,
 )
@@ -258,6 +259,43 @@ def test_shard_model_within_a_budget():
     mean(model(TOKENS)).backward()
     # checkpointed
     assert any("forward" in vars(module) for module in model.modules() if isinstance(module, Block))
+
+
+class PostNorm(nn.Module):
+    """As in Gemma and OLMo 2: what is selected inside of a block comes after its tiles, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16))
+        self.post = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).tanh())
+        return x + self.post(self.mlp(x))
+
+
+@distributed(world_size=2)
+def test_a_budget_checkpoints_blocks_with_tiles():
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(PostNorm() for _ in range(3))).double()
+
+    batch, plain, seen = torch.rand(64, 8, 16, dtype=torch.float64), build(), set()
+    plain(batch).sum().backward()
+    tiles = {"*.mlp": 3}
+    whole = estimate(plain, plan_model(build(), mesh=MeshSpec.sharded(2), tiles=tiles), batch=batch)
+    for share in (0.95, 0.8):
+        budget = int(whole["ZeRO-3"].peak.total * share / 0.9)  # a tenth is reserved
+        model = build()
+        options = {"memory_budget": budget, "example_batch": batch, "tiles": tiles}
+        plan = plan_model(model, mesh=MeshSpec.sharded(2), **options)
+        seen |= {unit.checkpoint_activations for unit in plan.units}
+        apply_plan(model, plan)
+        model(batch).sum().backward()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+    assert {"selective", True} <= seen
 
 
 def test_a_budget_needs_a_batch():
