@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,8 @@ Part: TypeAlias = tuple[Tensor, torch.dtype]
 _by_size = attrgetter("itemsize")
 _holders: WeakKeyDictionary[DeviceMesh, dict[object, list[tuple[int, Box]]]] = WeakKeyDictionary()
 _coordinates: WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] = WeakKeyDictionary()
-_groups: dict[object, dist.ProcessGroup] = {}  # that were made, by default group and ranks
+# that were made, by ranks; torch holds them until ``destroy_process_group``
+_groups: WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = WeakValueDictionary()
 
 
 class Move(NamedTuple):
@@ -87,14 +88,18 @@ class ModelGroup:
             None,
         )
         ranks = tuple(sorted(self.ranks))
-        if group is None and (group := _groups.get((world, ranks))) is None:
-            group = _groups[world, ranks] = dist.new_group(
-                list(ranks), use_local_synchronization=True
+        if group is None and (group := _groups.get(ranks)) is None:
+            # After ``init_process_group(device_id=)`` torch splits NCCL's communicator of the
+            # world, for which all of its ranks must be here (torch 2.11 to 2.13).
+            backend = None if world is None or world.bound_device_id is None else "gloo"
+            group = _groups[ranks] = dist.new_group(
+                list(ranks), backend=backend, use_local_synchronization=True
             )
         if dist.get_backend(group) not in BY_MESSAGES:
             # All ranks of a group must make NCCL's first operation in it, and not all send messages
-            # (torch 2.13). On the accelerator: a tensor on the CPU may go by another backend.
-            dist.all_reduce(torch.zeros(1, device=accelerator()), group=group)
+            # (torch 2.13). On the mesh's device: a tensor on the CPU may go by another backend.
+            device = accelerator() if self.mesh is None else device_of(self.mesh)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
         return group
 
 

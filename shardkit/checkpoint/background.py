@@ -120,7 +120,8 @@ def copied_to_host(tensors: Iterable[Tensor], model: nn.Module) -> list[Tensor]:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
         copies.append(memory.copy_(tensor, non_blocking=True))
         used.setdefault(kind, []).append(memory)
-    if any(device.type != "cpu" for _, _, device in used):
-        torch.accelerator.synchronize()
+    for device in {device for _, _, device in used}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
     _kept[model] = used
     return copies

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 from shardkit._torch import local_tensor, plain_attributes, sharded_parameters, steps
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import collective_device, note
+from shardkit.runtime.stepping import check_awake
 from shardkit.shards import device_of
 
 
@@ -83,6 +84,7 @@ def clip_grad_norm_(
                 "max_norm", f"must be at least 0, got {max_norm!r}", "", "Pass 1.0, for example"
             )
         )
+    check_awake(params)
     note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
     with plain_attributes():
         grads = [param.grad for param in params]

@@ -22,6 +22,7 @@ from shardkit._torch.steps import (
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import device_type, note
 from shardkit.runtime.means import divisor, reduce_groups, reduce_size
+from shardkit.runtime.stepping import check_awake
 
 
 @torch.no_grad()
@@ -58,7 +59,7 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     largest = max(fsdp_units(model), key=reduce_size, default=None)
     if largest is None:
         return count.to(dtype, copy=True)
-    count = count.to(largest.device, dtype, copy=True)
+    count = _copied(count, largest.device, dtype)
     is_world = reduce_size(largest) == dist.get_world_size()  # one all-reduce, also on an HSDP mesh
     for group in [None] if is_world else reduce_groups(largest):
         if dist.get_world_size(group) > 1:
@@ -111,9 +112,11 @@ def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
         num_tokens, model: as for ``scale_loss``; the gradients are complete, so after
             ``accumulate(model, last=True)``.
     """
-    for grads in by_device_and_dtype(param.grad for _, param in named_sharded_parameters(model)):
+    params = [param for _, param in named_sharded_parameters(model)]
+    check_awake(params)
+    for grads in by_device_and_dtype(param.grad for param in params):
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
-        foreach_mul_(grads, _factor(num_tokens, model, dtype).to(grads[0].device))
+        foreach_mul_(grads, _copied(_factor(num_tokens, model, dtype), grads[0].device, dtype))
 
 
 def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) -> None:
@@ -143,6 +146,15 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
             module.set_gradient_divide_factor(1.0 if reduction == "sum" else None)  # type: ignore[arg-type]
             if reduction == "sum":  # else torch uses PREMUL_SUM, which gloo does not have
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def _copied(number: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a number; one on the CPU is filled in, since a copy would make the host
+    wait.
+    """
+    if number.is_cpu:
+        return torch.full((), number.item(), device=device, dtype=dtype)
+    return number.to(device, dtype, copy=True)
 
 
 def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -208,6 +220,7 @@ class GradScaler(UnscalingGradScaler):
         else 0.0.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        check_awake(params)
         grads = [param.grad for param in params if param.grad is not None]
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
             rule = "Unscaling in float16 loses small values"

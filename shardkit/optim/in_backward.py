@@ -24,6 +24,7 @@ from shardkit.optim.local import (
     subclass,
 )
 from shardkit.ranks import check_module
+from shardkit.runtime.stepping import check_awake
 
 _SUBJECT = "optimizer_in_backward"
 
@@ -46,7 +47,8 @@ def optimizer_in_backward(
     raises: :func:`clip_grad_norm_`, a second backward before ``step()``, ``torch.amp.GradScaler``.
 
     Args:
-        model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
+        model: the whole sharded model. A tied parameter is stepped once, frozen ones are not; to
+            unfreeze some later, freeze them after this call.
         factory: called once with the list of trainable parameters, in the order of
             ``model.parameters()``; returns an optimizer of exactly these, in any groups, such as
             ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
@@ -76,7 +78,8 @@ def optimizer_in_backward(
     check_optimizer(optimizer, model, low_precision=True)  # in low precision the first step warns
     step_on_local_shards(optimizer)
     replace_class(optimizer, _in_backward_class)
-    vars(optimizer)["stepped"] = set()
+    frozen = {fqn: p for fqn, p in named_sharded_parameters(model) if not p.requires_grad}
+    vars(optimizer).update(stepped=set(), frozen=frozen)
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if isinstance(param, DTensor):
@@ -98,6 +101,7 @@ class _StepOne:
     def __call__(self, param: Tensor) -> None:
         assert isinstance(param, DTensor)
         optimizer = self.optimizer
+        check_awake((), optimizer)
         if param in optimizer.stepped:
             problem = (
                 f"got a second gradient of a parameter of shape {tuple(param.shape)} before "
@@ -118,6 +122,20 @@ class _StepOne:
         param.grad = None
 
 
+def _refuse_unfrozen(optimizer: Any) -> None:
+    """Raise if a parameter trains now that was frozen when the optimizer was made."""
+    unfrozen = {fqn: param for fqn, param in optimizer.frozen.items() if param.requires_grad}
+    if unfrozen:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        lost = [fqn for fqn, param in unfrozen.items() if id(param) not in held]
+        if lost:
+            raise ShardkitError(
+                f"{_SUBJECT} does not step {listing(lost)}, frozen when it was called. Call it "
+                'before freezing, or call optimizer.add_param_group({"params": [...]}): step() '
+                "updates these."
+            )
+
+
 @functools.cache
 def _in_backward_class(base: Any) -> Any:
     """Return a subclass, of the same name, of a class that steps on local shards."""
@@ -132,6 +150,7 @@ def _in_backward_class(base: Any) -> Any:
             raise ShardkitError(
                 message(_SUBJECT, "got step() from a GradScaler", rule, "Train in bfloat16")
             )
+        _refuse_unfrozen(self)
         loss = step_without_hooks(self, closure)
         self.stepped.clear()
         return loss

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -41,7 +41,8 @@ _replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that shardin
 _units: WeakSet[Any] = WeakSet()  # of the models that are watched
 _left_whole: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()  # by model and FQN
 _vouched: WeakSet[Optimizer] = WeakSet()  # may train in low precision
-asleep: WeakSet[Any] = WeakSet()  # models whose memory is on the CPU
+# models and optimizers whose memory is on the CPU, each with the ids of its parameters that are
+asleep: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 replicated_waiting: WeakSet[Any] = WeakSet()  # whose ``waiting()`` returns parameters not reduced
 
 
@@ -89,6 +90,30 @@ def _install_step_hook() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+def watched_units(params: Iterable[Tensor]) -> list[FSDPUnit]:
+    """Return the units, of any model that is watched, that own some of the parameters. Local."""
+    ids = set(map(id, params))
+    return [unit for unit in _units if is_stepped(unit, ids)]
+
+
+def check_awake(params: Iterable[Tensor], holder: object = None) -> None:
+    """Raise if a parameter's memory is on the CPU, or that of ``holder``, a model or an optimizer.
+    Local: a kernel that reads freed memory ends the process, or worse.
+    """
+    if asleep:
+        ids = set(map(id, params))
+        for sleeper, moved in asleep.items():
+            if sleeper is holder or not moved.isdisjoint(ids):
+                refuse_asleep(sleeper)
+
+
+def refuse_asleep(holder: object, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ShardkitError(
+        f"{type(holder).__name__} is asleep: sleep() has moved its memory to the CPU. Call "
+        "wake(model, optimizer) first."
+    )
+
+
 def allow_low_precision(optimizers: Iterable[Optimizer]) -> None:
     """Log no warning at their first step that they update parameters in low precision."""
     _vouched.update(optimizers)
@@ -101,12 +126,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         held.update(map(id, group["params"]))
     name = type(optimizer).__name__
-    for model in asleep:
-        if not held.isdisjoint(map(id, model.parameters())):
-            raise ShardkitError(
-                f"{name}.step() was called while its model is asleep. sleep() has moved its memory "
-                "to the CPU. Call wake(model)."
-            )
+    if asleep:
+        check_awake(param for group in optimizer.param_groups for param in group["params"])
     with plain_attributes():
         stepped = _stepped.get(optimizer)
         if stepped is None or stepped.held != held or stepped.watched != len(_units):

@@ -5,10 +5,9 @@ stay the same.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,22 +17,52 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardkit._fsdp import fsdp_units
+from shardkit._fsdp import FSDPUnit
 from shardkit._torch.dispatch import tree_leaves
-from shardkit.errors import ShardkitError, message
-from shardkit.runtime.stepping import asleep, watch_gradients
+from shardkit.runtime.stepping import asleep, refuse_asleep, watch_gradients, watched_units
 from shardkit.shards import local_value
+from shardkit.state.model import refuse_meta
+
+BLOCK = 1 << 25  # bytes of CPU memory that are allocated together
 
 
 @dataclass
 class _Bed:
-    """What one model or optimizer has on the CPU while it is asleep, and the CPU memory that it
-    uses again.
-    """
+    """What one model or optimizer has on the CPU while it is asleep."""
 
-    moved: list[tuple[UntypedStorage, Tensor]] = field(default_factory=list)
+    moved: list[tuple[UntypedStorage, list[Tensor]]] = field(default_factory=list)  # and its bytes
     hooks: list[RemovableHandle] = field(default_factory=list)
-    spare: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # by bytes
+    units: list[FSDPUnit] = field(default_factory=list)  # whose ``unshard`` raises
+    blocks: list[Tensor] = field(default_factory=list)  # of ``BLOCK`` bytes, kept for the next time
+    used: int = 0  # bytes of the blocks
+
+    def save(self, storage: UntypedStorage) -> None:
+        """Copy a storage to the CPU. In blocks: torch rounds pinned memory up to powers of two."""
+        source, start, parts = _bytes_of(storage), 0, []
+        while start < len(source):
+            number, filled = divmod(self.used, BLOCK)
+            if number == len(self.blocks):
+                pin = source.device.type not in ("cpu", "mps")
+                self.blocks.append(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pin))
+            size = min(len(source) - start, BLOCK - filled)
+            part = self.blocks[number][filled : filled + size]
+            parts.append(part.copy_(source[start : start + size], non_blocking=True))
+            start += size
+            self.used += size
+        self.moved.append((storage, parts))
+
+    def restore(self) -> None:
+        """Copy everything back."""
+        for storage, parts in self.moved:
+            sizes = [len(part) for part in parts]
+            storage.resize_(sum(sizes))
+            for target, part in zip(torch.split(_bytes_of(storage), sizes), parts, strict=True):
+                target.copy_(part, non_blocking=True)
+        self.moved, self.used = [], 0
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 _beds: WeakKeyDictionary[nn.Module | Optimizer, _Bed] = WeakKeyDictionary()
@@ -67,14 +96,21 @@ def sleep(
         >>> wake(model, optimizer)
     """
     found = {holder: _resident(holder) for holder in _holders(model, optimizer)}
+    moving = []
     for holder, storages in found.items():
+        if not storages:
+            continue
         bed = _beds.setdefault(holder, _Bed())
-        bed.moved += [(storage, _copied(storage, bed)) for storage in storages]
-        bed.hooks += _guards(holder) if not bed.hooks else []
-    storages = [storage for each in found.values() for storage in each]
-    if any(storage.device.type != "cpu" for storage in storages):
-        torch.accelerator.synchronize()
-    for storage in storages:
+        for storage in storages:
+            bed.save(storage)
+        del bed.blocks[-(-bed.used // BLOCK) :]
+        if not bed.hooks:
+            _guard(holder, bed)
+        moving += storages
+    for device in {storage.device for storage in moving}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+    for storage in moving:
         storage.resize_(0)
 
 
@@ -85,23 +121,23 @@ def wake(
     does not wait.
     """
     for holder in _holders(model, optimizer):
-        bed = _beds.get(holder, _Bed())
-        for storage, host in bed.moved:
-            storage.resize_(host.nbytes)
-            storage.copy_(host.untyped_storage(), non_blocking=True)
-            bed.spare[host.nbytes].append(host)
+        bed = _beds.get(holder)
+        if bed is None or not bed.moved:
+            continue
+        bed.restore()
+        del asleep[holder]
         for hook in bed.hooks:
             hook.remove()
-        for unit in fsdp_units(holder) if bed.hooks and isinstance(holder, nn.Module) else ():
-            vars(unit).pop("unshard", None)  # gone if a part slept too
-        asleep.discard(holder)
-        bed.moved, bed.hooks = [], []
-
-
-def check_awake(holder: nn.Module | Optimizer) -> None:
-    """Raise where its values are not in its tensors."""
-    if holder in _beds and _beds[holder].moved:
-        _refuse(holder)
+        woken, bed.hooks, bed.units = bed.units, [], []
+        for unit in woken:
+            del unit.unshard
+            for other, other_bed in _beds.items():  # such as a part
+                if unit in other_bed.units:
+                    unit.unshard = functools.partial(refuse_asleep, other)
+        for module in holder.modules() if isinstance(holder, nn.Module) else ():
+            if isinstance(module, FSDPModule):
+                # The next all-gather would wait for this event only, and not for these copies.
+                module.set_post_optim_event(None)  # type: ignore[arg-type]
 
 
 def _holders(model: nn.Module | None, optimizer: Any) -> list[nn.Module | Optimizer]:
@@ -112,11 +148,12 @@ def _holders(model: nn.Module | None, optimizer: Any) -> list[nn.Module | Optimi
 def _resident(holder: nn.Module | Optimizer) -> list[UntypedStorage]:
     """Return the storages that are on the device now, each once, after resharding."""
     if isinstance(holder, nn.Module):
-        for module in holder.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        borrowed = getattr(holder, "borrowed", ())
-        params = [param for param in holder.parameters() if param not in borrowed]
+        refuse_meta([*holder.named_parameters(), *holder.named_buffers()])
+        watch_gradients(holder)
+        for unit in watched_units(_own_parameters(holder)):
+            for module in unit.modules:
+                cast(FSDPModule, module).reshard()
+        params = _own_parameters(holder)
         tensors = [*params, *holder.buffers(), *(param.grad for param in params)]
     else:
         params = [param for group in holder.param_groups for param in group["params"]]
@@ -146,40 +183,27 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     ]
 
 
-def _copied(storage: UntypedStorage, bed: _Bed) -> Tensor:
-    size, pin = storage.nbytes(), storage.device.type not in ("cpu", "mps")
-    spare = bed.spare[size]
-    host = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pin)
-    host.untyped_storage().copy_(storage, non_blocking=True)
-    return host
+def _own_parameters(holder: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that sleep with a module: not those of an average's model."""
+    borrowed = getattr(holder, "borrowed", ())
+    return [param for param in holder.parameters() if param not in borrowed]
 
 
-def _guards(holder: nn.Module | Optimizer) -> list[RemovableHandle]:
-    """Make what reads values raise: a kernel that reads freed memory ends the process, or worse."""
+def _guard(holder: nn.Module | Optimizer, bed: _Bed) -> None:
+    """Make what reads values raise."""
+    refuse = functools.partial(refuse_asleep, holder)
+    asleep[holder] = set()
     if isinstance(holder, Optimizer):
-        hooks = [holder.register_step_pre_hook(_refuse)]
+        readers: list[Any] = [holder]
+        bed.hooks.append(holder.register_step_pre_hook(refuse))
     else:
-        for unit in fsdp_units(holder):  # for methods that gather, and backward
-            unit.unshard = functools.partial(_refuse, holder)
-        entries = {
-            holder,
-            *(module for module in holder.modules() if isinstance(module, FSDPModule)),
-        }
-        hooks = [module.register_forward_pre_hook(_refuse, prepend=True) for module in entries]
-        # an average, whose parameters are in no optimizer, or are its model's
-        if not hasattr(holder, "borrowed"):
-            asleep.add(holder)
-            watch_gradients(holder)
-    for each in holder.modules() if isinstance(holder, nn.Module) else [holder]:
-        hooks += [
-            each.register_state_dict_pre_hook(_refuse),
-            each.register_load_state_dict_pre_hook(_refuse),
-        ]
-    return hooks
-
-
-def _refuse(holder: object, *args: Any, **kwargs: Any) -> NoReturn:
-    rule = "sleep() has moved its memory to the CPU"
-    raise ShardkitError(
-        message(type(holder).__name__, "is asleep", rule, "Call wake(model, optimizer) first")
-    )
+        readers = list(holder.modules())
+        bed.hooks += [each.register_forward_pre_hook(refuse, prepend=True) for each in readers]
+        params = _own_parameters(holder)
+        asleep[holder].update(map(id, params))
+        bed.units = watched_units(params)
+        for unit in bed.units:  # for methods that gather, and backward
+            unit.unshard = refuse
+    for each in readers:
+        bed.hooks.append(each.register_state_dict_pre_hook(refuse))
+        bed.hooks.append(each.register_load_state_dict_pre_hook(refuse))

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from shardkit._torch.steps import by_device_and_dtype
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.shards import local_value
+from shardkit.state.asleep import wake
 from shardkit.state.model import model_state, refuse_meta
 
 Decay = float | Callable[[int], float] | None
@@ -99,7 +100,7 @@ class ShardedAverage(nn.Module):
             *(by_device_and_dtype(side) for side in zip(*averaged, strict=True)), strict=True
         )
         for ours, models in of_kind:
-            function(ours, models, self.n_averaged.to(ours[0].device))
+            function(ours, models, self.n_averaged)  # on the CPU, so that nothing waits
         self.n_averaged += 1
 
     @contextmanager
@@ -114,6 +115,8 @@ class ShardedAverage(nn.Module):
         try:
             yield model
         finally:
+            for module in (self, *model.modules()):  # an error may have left some asleep
+                wake(module)
             self.is_swapped = False
             _exchange(self._pairs(model, "swapped"))
 

@@ -14,7 +14,7 @@ from shardkit._fsdp.states import without_hooks
 from shardkit.boxes import EACH_ALONE, Move, gather, model_group, scatter
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
-from shardkit.state.asleep import check_awake
+from shardkit.runtime.stepping import check_awake
 from shardkit.state.model import parameter_names, refuse_meta
 
 
@@ -111,7 +111,6 @@ def _gathered(
         raise ShardkitError(
             message("full_params", "was called in a forward or backward", rule, fix)
         )
-    check_awake(model)
     own = None if recurse else set(_fsdp.own_parameters(model))
     names = {
         param: name
@@ -119,6 +118,7 @@ def _gathered(
         if hasattr(param, "device_mesh")
     }
     names = {param: name for param, name in names.items() if own is None or param in own}
+    check_awake(names)
     refuse_meta((name, param) for param, name in names.items())
     return names, {param: param.grad for param in names if with_grads and param.grad is not None}
 

@@ -16,8 +16,8 @@ from shardkit._torch import is_wrapper
 from shardkit.boxes import gather, model_group
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
+from shardkit.runtime.stepping import check_awake
 from shardkit.shards import as_sharded, local_value
-from shardkit.state.asleep import check_awake
 from shardkit.state.model import parameter_names
 
 # The option of an optimizer's first group for what its state_dict() holds besides parameters' state
@@ -166,7 +166,7 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]
             message("optimizer", problem, "", "Pass the model first, then its optimizer")
         )
     for each in optimizers:
-        check_awake(each)
+        check_awake((), each)
     return optimizers
 
 

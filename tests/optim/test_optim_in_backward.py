@@ -233,6 +233,30 @@ def test_clipping_and_scaling_are_refused():
             scaler.step(optimizer)
 
 
+@fake_world(4)
+def test_what_is_unfrozen_later_is_stepped_or_refused():
+    net = sharded_net((4,))
+    net.blocks[1].requires_grad_(False)
+    optimizer = optimizer_in_backward(net, factory("SGD"))
+    net.blocks[0].requires_grad_(False)
+    train(net, optimizer, 1)
+    net.blocks[0].requires_grad_(True)
+    before = local(net.blocks[0].weight).clone()
+    train(net, optimizer, 1)
+    assert not torch.equal(local(net.blocks[0].weight), before), "trained when it was built"
+    net.blocks[1].requires_grad_(True)
+    backward(net, 2)
+    before = local(net.blocks[1].weight).clone()
+    with pytest.raises(
+        ShardkitError,
+        match=r"does not step blocks\.1\.weight, blocks\.1\.bias, frozen when .* add_param_group",
+    ):
+        optimizer.step()
+    optimizer.add_param_group({"params": list(net.blocks[1].parameters())})
+    optimizer.step()
+    assert not torch.equal(local(net.blocks[1].weight), before)
+
+
 def hooks(model: nn.Module) -> list[object]:
     return [
         hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()

@@ -17,6 +17,7 @@ from shardkit import (
     sharded_average,
 )
 from shardkit.errors import ShardkitError
+from shardkit.state import sleep
 from shardkit.testing import distributed, fake_world
 
 
@@ -162,3 +163,25 @@ def test_what_trains_only_later_is_refused():
     model[3].bias.requires_grad_(True)
     with pytest.raises(ShardkitError, match=r"3\.bias trains now, and was frozen"):
         average.update_parameters(model)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_swapped_is_undone_after_an_error_that_leaves_them_asleep():
+    model = build((2,))
+    average = sharded_average(model, 0.5)
+    for step in range(2):
+        give(model, step)
+        average.update_parameters(model)
+    own, averaged = full(model), full(average)
+
+    def fail(*holders: nn.Module) -> None:
+        with average.swapped(model):
+            for holder in holders:
+                sleep(holder)
+            raise ValueError("out of memory, for example")
+
+    for holders in ((), (model,), (model, average), (model[1],)):
+        with pytest.raises(ValueError, match="out of memory"):
+            fail(*holders)
+        check(full(model), own)
+        check(full(average), averaged)

@@ -4,6 +4,7 @@ messages that takes.
 
 from __future__ import annotations
 
+import gc
 from unittest import mock
 
 import pytest
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardkit import boxes
-from shardkit.boxes import EACH_ALONE, Move, gather, model_group, scatter
+from shardkit.boxes import EACH_ALONE, ModelGroup, Move, gather, model_group, scatter
 from shardkit.shards import local_value
-from shardkit.testing import comm_counts, distributed
+from shardkit.testing import comm_counts, distributed, fake_world
 
 MESHES = {(4,): ["dp"], (2, 2): ["dp", "tp"], (2, 1, 2): ["dp", "cp", "tp"]}
 PLACEMENTS = [
@@ -140,3 +141,22 @@ def test_small_tensors_share_a_message_and_large_ones_go_alone_from_one_replica(
     assert count_of(big) == ({"send": 4} if rank else {"recv_": 12})
     assert count_of(big, everywhere=True) == {"send": 12, "recv_": 12}
     assert count_of(hsdp(seeded(Net))) == [{"recv_": 1}, {"send": 1}, {}, {}][rank]
+
+
+def test_a_group_of_some_ranks_needs_no_others_and_ends_with_the_world() -> None:
+    for bound, backend in ((None, None), (torch.device("cpu", 0), "gloo")):
+        with (
+            fake_world(4),
+            mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+            mock.patch.object(type(dist.group.WORLD), "bound_device_id", bound),
+        ):
+            new_group.side_effect = lambda *args, **kwargs: dist.distributed_c10d.new_group(
+                *args, **(kwargs | {"backend": None})
+            )
+            for _ in range(2):
+                ModelGroup((0, 1), None).connect()
+            new_group.assert_called_once_with(
+                [0, 1], backend=backend, use_local_synchronization=True
+            )
+        gc.collect()
+        assert not boxes._groups

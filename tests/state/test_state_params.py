@@ -8,8 +8,9 @@ import torch.distributed as dist
 from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, hsdp, mesh_of, seeded
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardkit import shard_model
 from shardkit.checkpoint import named_full_tensors
 from shardkit.errors import ShardkitError
 from shardkit.state import full_params, full_state_dict
@@ -235,3 +236,36 @@ def test_all_tensors_come_once_under_each_name(layout):
         assert len(found) == len(expected)
         assert dict(found).keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in found)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_ways_to_change_or_train_a_part_of_a_parameter():
+    """As docs/troubleshooting.md says: torch's slices are copies along the dim that is sharded."""
+    model = shard_model(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1)), units=[])
+    weight = model[0].weight
+
+    def train() -> Tensor:
+        weight.grad = None
+        model(torch.arange(8)).sum().backward()
+        return weight.grad.full_tensor()
+
+    gradient, before = train(), weight.detach().clone()
+    assert gradient.all()
+    with torch.no_grad():
+        weight.grad[:6].zero_()
+        weight.data[1].zero_()
+        nn.init.zeros_(weight[:6])
+        weight.data = torch.zeros_like(weight)
+    assert torch.equal(weight.grad.full_tensor(), gradient)
+    assert torch.equal(weight.full_tensor(), before.full_tensor())
+    mask = torch.zeros(8, 4)
+    mask[6:] = 1
+    sharded = distribute_tensor(mask, weight.device_mesh, weight.placements)
+    weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(sharded))
+    assert torch.equal(train(), gradient * mask)
+    with full_params(model, writeback=True):
+        model[0].weight.data[6:] = 0.5
+    assert torch.equal(weight.full_tensor()[6:], torch.full((2, 4), 0.5))
+    with torch.no_grad():
+        weight.copy_(before)
+    assert torch.equal(weight.full_tensor(), before.full_tensor())

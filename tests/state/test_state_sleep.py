@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit import ShardkitError, full_params, shard_model, sharded_average, step_on_local_shards
-from shardkit.state import sleep, wake
+from shardkit.state import asleep, sleep, wake
 from shardkit.testing import distributed
 
 
@@ -103,7 +103,7 @@ def test_what_needs_the_values_raises_until_wake(tmp_path):
     model(x).sum().backward()
     optimizer.step()
     sleep(model)
-    with pytest.raises(ShardkitError, match=r"AdamW.step\(\) was called while its model is asleep"):
+    with pytest.raises(ShardkitError, match="FSDPUneven is asleep"):
         optimizer.step()
     sleep(model, optimizer)  # the model is already
     with pytest.raises(
@@ -133,6 +133,107 @@ def test_what_needs_the_values_raises_until_wake(tmp_path):
     wake(model, optimizer)
     wake(model.body[0])
     shardkit.save_checkpoint(tmp_path / "a", model, optimizer)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_what_reads_shards_or_gradients_raises_until_wake():
+    model = shard_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), units=[nn.Linear])
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer, scaler = torch.optim.SGD(model.parameters()), shardkit.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    sleep(model)
+    reads = [
+        lambda: shardkit.clip_grad_norm_(model, 1.0),
+        lambda: shardkit.clip_grad_norm_(model[0].weight, 1.0),
+        lambda: shardkit.scale_grads_(3, model),
+        lambda: scaler.unscale_(optimizer),
+        lambda: full_params(model[0]).__enter__(),
+        lambda: full_params(nn.ModuleDict({"policy": model})).__enter__(),
+        lambda: model[0](torch.ones(2, 8)),
+    ]
+    for read in reads:
+        with pytest.raises(ShardkitError, match="FSDPSequential is asleep"):
+            read()
+    wake(model)
+    for read in reads:
+        read()
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_backward_that_steps_raises_while_the_optimizer_is_asleep():
+    model, x = shard_model(Uneven()), torch.ones(2, 3)
+    optimizer = shardkit.optimizer_in_backward(model, torch.optim.AdamW)
+    model(x).sum().backward()
+    optimizer.step()
+    sleep(optimizer=optimizer)
+    loss = model(x).sum()
+    with pytest.raises(ShardkitError, match="AdamW is asleep"):
+        loss.backward()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@distributed(world_size=2, backend="gloo")
+def test_a_part_of_a_unit_guards_all_of_it(sharded):
+    model, x = Layers(), torch.ones(2, 3)
+    if sharded:
+        shard_model(model, units=[])
+    expected = model(x)
+    sleep(model.layers)
+    with pytest.raises(ShardkitError, match="ModuleList is asleep"):
+        model(x)
+    wake(model.layers)
+    assert torch.equal(model(x), expected)
+    sleep(model.layers)
+    sleep(model)  # has nothing left to move
+    wake(model)
+    with pytest.raises(ShardkitError, match="ModuleList is asleep"):
+        model(x)
+    wake(model.layers)
+    assert torch.equal(model(x), expected)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_part_asleep_keeps_its_guard_when_the_rest_wakes():
+    model, x = shard_model(Uneven(), units=[nn.Linear], forward_methods=["first"]), torch.ones(2, 3)
+    sleep(model.body[0])
+    sleep(model)
+    wake(model)
+    for read in (model.first, model):
+        with pytest.raises(ShardkitError, match="FSDPLinear is asleep"):
+            read(x)
+    wake(model.body[0])
+    assert model.first(x).shape == (2, 7)
+
+
+def test_a_model_on_meta_is_refused():
+    with shardkit.init_on_meta():
+        model = nn.Linear(8, 8)
+    with pytest.raises(ShardkitError, match="weight, bias on the meta device"):
+        sleep(model)
+
+
+def test_the_memory_on_the_cpu_is_that_of_the_last_sleep(monkeypatch):
+    monkeypatch.setattr(asleep, "BLOCK", 1 << 10)
+    model = nn.Linear(100, 30)
+    for size in (5000, 3, 700, 9000, 1):
+        model.cache = nn.Buffer(torch.randn(size))
+        values = [tensor.detach().clone() for tensor in model.state_dict().values()]
+        sleep(model)
+        size = sum(value.nbytes for value in values)
+        blocks = asleep._beds[model].blocks
+        assert sum(block.nbytes for block in blocks) == -(-size // 1024) * 1024
+        wake(model)
+        for value, tensor in zip(values, model.state_dict().values(), strict=True):
+            assert torch.equal(value, tensor)
 
 
 @distributed(world_size=2, backend="gloo")

@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pretend_streams
 import pytest
 import torch
+import torch.distributed as dist
 from memory_count import held
 from pretend import pretend_accelerator
 from pretend_cases import (
@@ -287,8 +290,33 @@ def test_state_in_memory_and_on_disk(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(check_states, str(tmp_path))
 
 
+def check_averages() -> None:
+    with pretend_accelerator() as accelerator:
+        model = sharded("cpu", "pretend")
+        for decay in (0.9, None):
+            average = shardkit.sharded_average(model, decay)
+            accelerator.syncs.clear()
+            for _ in range(3):
+                average.update_parameters(model)
+            assert accelerator.syncs == []
+
+
+def check_first_operation() -> None:
+    """NCCL's first operation in a group must be made by all of its ranks, on the mesh's device."""
+    for place in ("pretend", "cpu"):
+        with (
+            pretend_accelerator(),
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce,
+        ):
+            model = sharded("cpu", place)
+            all_reduce.reset_mock()
+            shardkit.full_state_dict(model)
+            where = {call.args[0].device.type for call in all_reduce.call_args_list}
+            assert where == {"cpu", place}
+
+
 def check_gradients() -> None:
-    with pretend_accelerator():
+    with pretend_accelerator() as accelerator:
         model, optimizer = trained({})
         scaler = shardkit.GradScaler()
         tokens = shardkit.global_token_count(20, model)
@@ -296,6 +324,12 @@ def check_gradients() -> None:
         scaler.scale(shardkit.scale_loss(loss_of(model, "pretend"), tokens, model)).backward()
         scaler.unscale_(optimizer)
         shardkit.scale_grads_(tokens, model)
+        accelerator.syncs.clear()
+        assert torch.equal(shardkit.global_token_count(20, model).cpu(), tokens.cpu())
+        accelerator.syncs.clear()
+        shardkit.global_token_count(20, model)
+        shardkit.scale_grads_(20, model)
+        assert accelerator.syncs == []
         assert devices([shardkit.clip_grad_norm_(model, 1.0)]) == {"pretend"}
         scaler.step(optimizer)
         scaler.update()
@@ -329,19 +363,39 @@ def check_sleep() -> None:
             assert accelerator.syncs == ["device"]
             assert sum(held(model, optimizer)[name] for name in ("parameters", "optimizer")) == 0
             assert held(model, optimizer)["unsharded"] == 0
-            hosts = {host.data_ptr() for bed in asleep._beds.values() for _, host in bed.moved}
+            blocks = [block for bed in asleep._beds.values() for block in bed.blocks]
+            assert all(block.is_pinned() and block.nbytes == asleep.BLOCK for block in blocks)
+            hosts = {block.data_ptr() for block in blocks}
             kept = kept or hosts
             assert kept == hosts, "the second time uses the memory of the first"
             accelerator.syncs.clear()
             wake(model, optimizer)
             assert accelerator.syncs == []
         check_same(list(model.parameters()), before, "awake")
+        event = pretend_streams.Event()
+        model.set_post_optim_event(event)
+        sleep(model)
+        wake(model)
+        with mock.patch.object(pretend_streams.Stream, "wait_event") as wait_event:
+            loss_of(model, "pretend")
+        assert wait_event.called
+        assert mock.call(event) not in wait_event.call_args_list, "it is older than wake()'s copies"
         offloaded = sharded("cpu", "pretend", offload_policy=OFFLOADED["pinned"])
         sleep(offloaded)
         assert held(offloaded)["on the CPU"] == report["parameters"] - 8, "what is offloaded stays"
 
 
-@pytest.mark.parametrize("check", [check_steps, check_host_syncs, check_gradients, check_sleep])
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_steps,
+        check_host_syncs,
+        check_averages,
+        check_first_operation,
+        check_gradients,
+        check_sleep,
+    ],
+)
 def test_what_needs_no_files(ranks: RankPool, check: Callable[[], None]) -> None:
     ranks.run(check)
 
