@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import is_wrapper
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import accelerator, collective_device
 from shardkit.shards import Box, box_at, cut, device_of, local_part, local_value
 
@@ -120,15 +120,10 @@ def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
     ranks = sorted({rank for mesh in meshes for rank in coordinates(mesh)})
     widest = max(meshes, key=lambda mesh: mesh.size())
     if widest.size() < len(ranks):
-        problem = (
-            f"has tensors on {len(meshes)} meshes of {len(ranks)} ranks, the largest of "
-            f"{widest.size()}"
-        )
-        rule = "One mesh must have all ranks of the others, so that one rank can gather from all"
         raise ShardkitError(
-            message(
-                "model", problem, rule, "Gather the parts of the model on each mesh by themselves"
-            )
+            f"model has tensors on {len(meshes)} meshes of {len(ranks)} ranks, the largest of "
+            f"{widest.size()}. One mesh must have all ranks of the others, so that one rank can "
+            "gather from all. Gather the parts of the model on each mesh by themselves."
         )
     return ModelGroup(tuple(ranks), widest)
 
@@ -434,17 +429,16 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
     else:
         items = ((move, move.target, move.dtype) for move in moves)
         for batch, device, bucket in buckets(items, group):
-            replicated = []
+            replicated: list[DTensor] = []
             for like, full, dtype in bucket:
                 sent = min(like.dtype, dtype, key=_by_size)
-                sharded = like if isinstance(like, DTensor) else None
                 if (
-                    sharded is not None
-                    and sharded.device_mesh.size() == len(ranks.ranks)
-                    and in_boxes(sharded)
+                    isinstance(like, DTensor)
+                    and like.device_mesh.size() == len(ranks.ranks)
+                    and in_boxes(like)
                 ):
-                    _scatter_boxes(sharded, full, sent, batch, ranks.root)
-                    replicated.append(sharded)
+                    _scatter_boxes(like, full, sent, batch, ranks.root)
+                    replicated.append(like)
                 else:
                     _write(like, _broadcast(like, full, sent, device, ranks.root, group))
             batch.run()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardkit._torch import named_sharded_parameters
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import check_module
 from shardkit.runtime.replicated import unreduced_problem
 from shardkit.runtime.stepping import allow_low_precision, low_precision_problem
@@ -48,22 +48,17 @@ def check_optimizer(
     }
     problems = []
     if foreign := held - {param for _, param in named}:
-        problem = f"holds {len(foreign)} tensors that are not parameters of the model, of shapes "
-        problem += listing((str(tuple(tensor.shape)) for tensor in foreign), 5)
-        rule = (
-            "It was built before the model was sharded or materialized, between forward and "
-            "backward, or for "
-        )
-        rule += "another model, so stepping them has no effect on this one"
-        fix = "Build the optimizer after shard_model and materialize, outside of a step"
-        problems.append(message("optimizer", problem, rule, fix))
-    if missing := [fqn for fqn, param in named if param.requires_grad and param not in held]:
-        fix = (
-            "Add them, pass all optimizers of the model as a list, or freeze them with "
-            "requires_grad_(False)"
-        )
+        shapes = listing((str(tuple(tensor.shape)) for tensor in foreign), 5)
         problems.append(
-            message(listing(missing), "have requires_grad=True and are in no optimizer", "", fix)
+            f"optimizer holds {len(foreign)} tensors that are not parameters of the model, of "
+            f"shapes {shapes}. It was built before the model was sharded or materialized, between "
+            "forward and backward, or for another model, so stepping them has no effect on this "
+            "one. Build the optimizer after shard_model and materialize, outside of a step."
+        )
+    if missing := [fqn for fqn, param in named if param.requires_grad and param not in held]:
+        problems.append(
+            f"{listing(missing)} have requires_grad=True and are in no optimizer. Add them, pass "
+            "all optimizers of the model as a list, or freeze them with requires_grad_(False)."
         )
     if low := None if low_precision else low_precision_problem(named):
         problems.append(low)

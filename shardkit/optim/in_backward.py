@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardkit._torch import named_sharded_parameters
 from shardkit._torch.steps import SCALES_ITSELF, steps_in_backward, wait_for_offload
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.optim.check import check_optimizer
 from shardkit.optim.local import (
     AnyOptimizer,
@@ -25,8 +25,6 @@ from shardkit.optim.local import (
 )
 from shardkit.ranks import check_module
 from shardkit.runtime.stepping import check_awake
-
-_SUBJECT = "optimizer_in_backward"
 
 
 def optimizer_in_backward(
@@ -65,15 +63,13 @@ def optimizer_in_backward(
     check_module(model)
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
     if not any(isinstance(param, DTensor) for param in params.values()):
+        raise ShardkitError("model has no sharded parameter that trains. Shard the model first.")
+    stepped = [fqn for fqn, param in params.items() if steps_in_backward([param])]
+    if stepped:
         raise ShardkitError(
-            message("model", "has no sharded parameter that trains", "", "Shard the model first")
+            f"{listing(stepped)} are stepped in backward already. Call optimizer_in_backward once "
+            "for a model."
         )
-    if stepped := [fqn for fqn, param in params.items() if steps_in_backward([param])]:
-        problem, fix = (
-            "are stepped in backward already",
-            "Call optimizer_in_backward once for a model",
-        )
-        raise ShardkitError(message(listing(stepped), problem, "", fix))
     optimizer = factory(list(params.values()))
     check_optimizer(optimizer, model, low_precision=True)  # in low precision the first step warns
     step_on_local_shards(optimizer)
@@ -103,12 +99,11 @@ class _StepOne:
         optimizer = self.optimizer
         check_awake((), optimizer)
         if param in optimizer.stepped:
-            problem = (
-                f"got a second gradient of a parameter of shape {tuple(param.shape)} before "
-                "optimizer.step()"
+            raise ShardkitError(
+                "optimizer_in_backward got a second gradient of a parameter of shape "
+                f"{tuple(param.shape)} before optimizer.step(). Call optimizer.step() after each "
+                "backward; gradients cannot be accumulated."
             )
-            fix = "Call optimizer.step() after each backward; gradients cannot be accumulated"
-            raise ShardkitError(message(_SUBJECT, problem, "", fix))
         wait_for_offload(param)
         groups, state = optimizer.param_groups, optimizer.state
         optimizer.param_groups = [{**groups[self.group], "params": [param]}]
@@ -124,16 +119,17 @@ class _StepOne:
 
 def _refuse_unfrozen(optimizer: Any) -> None:
     """Raise if a parameter trains now that was frozen when the optimizer was made."""
-    unfrozen = {fqn: param for fqn, param in optimizer.frozen.items() if param.requires_grad}
-    if unfrozen:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        lost = [fqn for fqn, param in unfrozen.items() if id(param) not in held]
-        if lost:
-            raise ShardkitError(
-                f"{_SUBJECT} does not step {listing(lost)}, frozen when it was called. Call it "
-                'before freezing, or call optimizer.add_param_group({"params": [...]}): step() '
-                "updates these."
-            )
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    lost = []
+    for fqn, param in optimizer.frozen.items():
+        if param.requires_grad and id(param) not in held:
+            lost.append(fqn)
+    if lost:
+        raise ShardkitError(
+            f"optimizer_in_backward does not step {listing(lost)}, frozen when it was called. Call "
+            'it before freezing, or call optimizer.add_param_group({"params": [...]}): step() '
+            "updates these."
+        )
 
 
 @functools.cache
@@ -144,11 +140,9 @@ def _in_backward_class(base: Any) -> Any:
     @functools.wraps(step_without_hooks)
     def step(self: Any, closure: Any = None) -> Any:
         if hasattr(self, "found_inf"):
-            rule = (
-                "Parameters are updated in backward, before it can know that gradients are finite"
-            )
             raise ShardkitError(
-                message(_SUBJECT, "got step() from a GradScaler", rule, "Train in bfloat16")
+                "optimizer_in_backward got step() from a GradScaler. Parameters are updated in "
+                "backward, before it can know that gradients are finite. Train in bfloat16."
             )
         _refuse_unfrozen(self)
         loss = step_without_hooks(self, closure)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from shardkit._torch import local_tensor, plain_attributes, steps, with_local
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 
 # torch's optimizers whose update of an element reads only that element of parameter, gradient and
 # state.
@@ -59,19 +59,13 @@ def step_on_local_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
         return optimizer
     kind = type(optimizer)
     if not is_elementwise(kind):
-        problem = (
-            f"is {kind.__module__}.{kind.__qualname__}, and not one of torch's element-wise ones"
-        )
-        fix = (
-            "Step it on DTensors, as it is; one that needs whole matrices, as Muon and Adafactor, "
-            "may be faster "
-        )
-        fix += "by step_on_whole_matrices(optimizer)"
-        raise ShardkitError(message("optimizer", problem, "", fix))
-    if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ShardkitError(
-            message("optimizer", "has differentiable=True", "", "Step it on DTensors, as it is")
+            f"optimizer is {kind.__module__}.{kind.__qualname__}, and not one of torch's "
+            "element-wise ones. Step it on DTensors, as it is; one that needs whole matrices, as "
+            "Muon and Adafactor, may be faster by step_on_whole_matrices(optimizer)."
         )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ShardkitError("optimizer has differentiable=True. Step it on DTensors, as it is.")
     return replace_class(optimizer, _local_class)
 
 
@@ -141,12 +135,10 @@ def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
     if value.numel() == 1 and all(each.is_replicate() for each in value.placements):
         return local_tensor(value)
     where = param.placements if isinstance(param, DTensor) else "no mesh"
-    problem = (
-        f"holds a DTensor of shape {tuple(value.shape)} with placements {value.placements}, its "
-        f"parameter {where}"
-    )
     raise ShardkitError(
-        message("optimizer.state", problem, "", "Redistribute it, or load it with load_state_dict")
+        f"optimizer.state holds a DTensor of shape {tuple(value.shape)} with placements "
+        f"{value.placements}, its parameter {where}. Redistribute it, or load it with "
+        "load_state_dict."
     )
 
 
@@ -158,32 +150,28 @@ def check_replaceable(optimizer: object, caller: str) -> None:
     Local, pure.
     """
     if not isinstance(optimizer, Optimizer):
-        problem = f"must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        raise ShardkitError(message("optimizer", problem, "", "Pass the optimizer that it wraps"))
+        raise ShardkitError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass the "
+            "optimizer that it wraps."
+        )
     outer = type(optimizer).__name__
     for name, value in vars(optimizer).items():
         if (
             isinstance(value, Optimizer)
             or getattr(value, "param_groups", None) is optimizer.param_groups
         ):
-            problem = (
-                f"is {outer}, which wraps another one in its attribute {name!r}, where the state is"
+            raise ShardkitError(
+                f"optimizer is {outer}, which wraps another one in its attribute {name!r}, where "
+                f"the state is. Wrap the inner one: {outer}({caller}({type(value).__name__}(...)))."
             )
-            fix = f"Wrap the inner one: {outer}({caller}({type(value).__name__}(...)))"
-            raise ShardkitError(message("optimizer", problem, "", fix))
     if "step" in vars(optimizer) and not steps.counts_for_schedulers(optimizer.step):
-        rule, fix = (
-            f"{caller} replaces the step of the class",
-            f"Call {caller} before optimizer.step is replaced",
-        )
         raise ShardkitError(
-            message("optimizer.step", f"was replaced by {vars(optimizer)['step']!r}", rule, fix)
+            f"optimizer.step was replaced by {vars(optimizer)['step']!r}. {caller} replaces the "
+            f"step of the class. Call {caller} before optimizer.step is replaced."
         )
     for way in ("step_on_local_shards", "step_on_whole_matrices"):
         if way != caller and getattr(optimizer, way.replace("step", "steps", 1), False):
-            raise ShardkitError(
-                message("optimizer", f"was already given to {way}", "", "Build another one")
-            )
+            raise ShardkitError(f"optimizer was already given to {way}. Build another one.")
 
 
 def replace_class(optimizer: AnyOptimizer, make: Callable[[Any], Any]) -> AnyOptimizer:

@@ -21,7 +21,7 @@ from shardkit._torch import is_wrapper
 from shardkit._torch.dispatch import tree_leaves, tree_map
 from shardkit._torch.steps import note_step
 from shardkit.boxes import Batch, ModelGroup, copy_into, holders, wire_device
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 from shardkit.optim.local import (
     AnyOptimizer,
     check_replaceable,
@@ -30,7 +30,7 @@ from shardkit.optim.local import (
     step_of,
     subclass,
 )
-from shardkit.ranks import all_gather_bytes, together
+from shardkit.ranks import all_gather_bytes, own_rank, together
 from shardkit.shards import Box, cut, dtensor_from_local, local_box, local_value
 
 BUCKET_BYTES = 1 << 26  # of parameters, on each rank
@@ -148,17 +148,13 @@ class _Bucket:
     bytes: int = 0
 
 
-def _here() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _holders(tensor: Tensor) -> list[tuple[int, Box]]:
     """Return the ranks of this one's replica that hold a tensor, with their boxes; this rank alone
     if it is plain.
     """
     if isinstance(tensor, DTensor):
         return holders(tensor, tensor.device_mesh.get_coordinate())
-    return [(_here(), tuple((0, size) for size in tensor.shape))]
+    return [(own_rank(), tuple((0, size) for size in tensor.shape))]
 
 
 def _buckets(optimizer: Any) -> list[_Bucket]:
@@ -212,7 +208,7 @@ def _step_bucket(
     """Gather to the owners, step, and write what they computed. Collective over the bucket's
     ranks.
     """
-    group, here = _group_of(bucket), _here()
+    group, here = _group_of(bucket), own_rank()
     device = wire_device(bucket.matrices[0].param, group)
     batch = Batch(group, device)
     for matrix in bucket.matrices:
@@ -238,7 +234,7 @@ def _step_bucket(
 
 def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
     """Add messages that fill the owner's whole parameter, gradient and state."""
-    here = _here()
+    here = own_rank()
 
     def whole_of(stored: Any) -> Any:
         if not isinstance(stored, Tensor) or not stored.ndim:
@@ -304,7 +300,7 @@ def _run(
 
 def _scatter(optimizer: Any, matrix: _Matrix, described: Any, batch: Batch) -> None:
     """Add messages that write the owner's parameter and state on all ranks that hold them."""
-    here = _here()
+    here = own_rank()
     targets = [matrix.param, *tree_leaves(_allocate(optimizer, matrix, described))]
     is_owner = matrix.owner == here
     wholes = (
@@ -338,8 +334,10 @@ def _described(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if is_wrapper(leaf):
-        problem = f"has state of {type(leaf).__name__}, which has no parts to send"
-        raise ShardkitError(message("optimizer", problem, "", "Step it on DTensors, as it is"))
+        raise ShardkitError(
+            f"optimizer has state of {type(leaf).__name__}, which has no parts to send. Step it on "
+            "DTensors, as it is."
+        )
     strides = torch.empty_like(leaf, device="meta").stride()  # dense, in the order of the leaf's
     return _Described(
         leaf.shape,
@@ -369,12 +367,11 @@ def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
         shape = torch.Size([len(param), *leaf.shape]) if sliced else leaf.shape
         strides = (leaf.shape.numel(), *leaf.strides) if sliced else leaf.strides
         if sliced and shape != param.shape:
-            problem = (
-                f"has state of shape {tuple(leaf.shape)} for a slice of a parameter of shape "
-                f"{tuple(param.shape)}"
+            raise ShardkitError(
+                f"optimizer has state of shape {tuple(leaf.shape)} for a slice of a parameter of "
+                f"shape {tuple(param.shape)}. State of slices must have their shape, so that it is "
+                "stored as one tensor. Pass slices=False."
             )
-            rule = "State of slices must have their shape, so that it is stored as one tensor"
-            raise ShardkitError(message("optimizer", problem, rule, "Pass slices=False"))
         wanted = tuple(
             own
             if shape == param.shape
@@ -413,17 +410,12 @@ def _add(changed: _Numbers, changes: _Numbers) -> None:
     for (place, key), value in changes.items():
         if not _same(known := changed.setdefault((place, key), value), value):
             where = f"group {place}" if isinstance(place, int) else place
-            problem = (
-                f"changed {key!r} in {where} to {known} for some parameters, to {value} for others"
+            raise ShardkitError(
+                f"optimizer changed {key!r} in {where} to {known} for some parameters, to {value} "
+                "for others. Each rank steps some of the parameters, and such a number must not "
+                "depend on which. Step it on DTensors as it is, which prodigyopt's Prodigy can, or "
+                "keep it in optimizer.state[param]."
             )
-            rule = (
-                "Each rank steps some of the parameters, and such a number must not depend on which"
-            )
-            fix = (
-                "Step it on DTensors as it is, which prodigyopt's Prodigy can, or keep it in "
-                "optimizer.state[param]"
-            )
-            raise ShardkitError(message("optimizer", problem, rule, fix))
 
 
 def _places(optimizer: Any) -> dict[Any, dict[Any, Any]]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import fsdp_units, initialize, is_in_use, not_compiled
 from shardkit.errors import ShardkitError, listing
+from shardkit.runtime.stepping import check_awake
 
 _Hook = Callable[..., None]
 double_backwards: list[nn.Module] = []  # models that run in the context ``double_backward``
@@ -97,6 +98,7 @@ def _begin_as_root(root: nn.Module) -> _Hook:
                 f"model has {listing(meta, 6)} on meta. A forward needs values. Call "
                 "shardkit.materialize(model), or load_pretrained, before the first forward."
             )
+        check_awake(root.parameters())
         while handles:
             handles.pop().remove()
         inference = torch.is_inference_mode_enabled()

@@ -76,8 +76,8 @@ def sleep(
 
     Local, in place: parameters, DTensors and state stay the same objects, so optimizers, schedulers
     and hooks stay valid, and :func:`wake` brings the values back. The CPU memory is kept for the
-    next time. Until then a forward, a gather, a step, and state dicts raise; torch may end the
-    process where other code reads a value. The host waits for the device once, at the end.
+    next time. Until then a forward, a gather, a step, clipping and state dicts raise; torch may end
+    the process where other code reads a value. The host waits for the device once, at the end.
 
     What is on the device is what moves: units offloaded to the CPU stay. On a CPU mesh it does the
     same within CPU memory, so that programs can be tested. Gradients that wait for their reduction

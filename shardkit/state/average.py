@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from shardkit._torch.steps import by_device_and_dtype
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.shards import local_value
 from shardkit.state.asleep import wake
 from shardkit.state.model import model_state, refuse_meta
@@ -33,8 +33,9 @@ def sharded_average(
     ``save_checkpoint(path, average)`` saves it, for ``load_checkpoint`` in any world.
 
     Args:
-        model: sharded or plain, not on meta. Its names, shapes and placements must stay, and which
-            parameters train.
+        model: sharded or plain, not on meta. Its names, shapes and placements must stay.
+            Parameters that are frozen now are not averaged, and may not train later: to unfreeze
+            some, make the average before you freeze them.
         decay: the share of the average that an update keeps, from 0 to 1; or a function that
             returns it for the number of updates so far (1 or more), such as a warm-up; or None for
             the equal average of all updates (SWA).
@@ -125,9 +126,9 @@ class ShardedAverage(nn.Module):
         model's own.
         """
         if self.is_swapped:
-            rule = "Inside, the model has the averaged values, and the average the model's"
             raise ShardkitError(
-                message(call, "was called inside of swapped()", rule, "Call it after the context")
+                f"{call} was called inside of swapped(). Inside, the model has the averaged values, "
+                "and the average the model's. Call it after the context."
             )
         own, theirs = model_state(self.module).tensors, model_state(model).tensors
         differing, thawed = [], []
@@ -149,7 +150,8 @@ class ShardedAverage(nn.Module):
         if thawed:
             raise ShardkitError(
                 f"{listing(thawed)} trains now, and was frozen when the average was made, which "
-                "has no copy of it. Make a new average after requires_grad_(True)."
+                "has no copy of it. Make the average before freezing, or a new one after "
+                "requires_grad_(True)."
             )
         return sorted(pairs.values(), key=lambda pair: not isinstance(pair[0], nn.Parameter))
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardkit import _fsdp
 from shardkit._fsdp.states import without_hooks
 from shardkit.boxes import EACH_ALONE, Move, gather, model_group, scatter
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import groups_of, together
 from shardkit.runtime.stepping import check_awake
 from shardkit.state.model import parameter_names, refuse_meta
@@ -104,12 +104,9 @@ def _gathered(
     Local.
     """
     if _fsdp.is_under_way(model):
-        rule, fix = (
-            "Parameters cannot be replaced while in use",
-            "Call it before the forward or after backward",
-        )
         raise ShardkitError(
-            message("full_params", "was called in a forward or backward", rule, fix)
+            "full_params was called in a forward or backward. Parameters cannot be replaced while "
+            "in use. Call it before the forward or after backward."
         )
     own = None if recurse else set(_fsdp.own_parameters(model))
     names = {
@@ -128,9 +125,10 @@ def _moves(shards: Mapping[str, Tensor], found: Mapping[str, Tensor | None]) -> 
     if lost := [
         name for name, full in found.items() if getattr(full, "shape", None) != shards[name].shape
     ]:
-        rule = "A tensor that is written back must have the shape of the sharded parameter"
-        fix = "Resize parameters before sharding"
-        raise ShardkitError(message(listing(lost), "has another shape, or is gone", rule, fix))
+        raise ShardkitError(
+            f"{listing(lost)} has another shape, or is gone. A tensor that is written back must "
+            "have the shape of the sharded parameter. Resize parameters before sharding."
+        )
     fulls = {
         name: full.detach().to(shards[name].dtype)
         for name, full in found.items()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import is_wrapper, local_tensor
 from shardkit.boxes import EACH_ALONE, Move, model_group, scatter, share
-from shardkit.errors import CheckpointError, ShardkitError, listing, message
+from shardkit.errors import CheckpointError, ShardkitError, listing
 from shardkit.meta.materialize import (
     check_unbound,
     find_targets,
@@ -158,8 +158,9 @@ def load_groups(model: nn.Module, src: Source) -> Groups:
     Local.
     """
     if src not in ("rank0", "all"):
-        fix = 'Pass src="all" if every rank has the dict'
-        raise ShardkitError(message("src", f'must be "rank0" or "all", got {src!r}', "", fix))
+        raise ShardkitError(
+            f'src must be "rank0" or "all", got {src!r}. Pass src="all" if every rank has the dict.'
+        )
     several = dist.is_initialized() and dist.get_world_size() > 1
     return groups_of(model) or [None] * (src == "rank0" and several)
 
@@ -175,10 +176,10 @@ def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 def _checked(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the dict; raise unless it holds full tensors with values."""
     if sharded := [name for name, value in state_dict.items() if isinstance(value, DTensor)]:
-        rule = "load_full_state_dict takes full, plain tensors"
-        fix = "Pass full_state_dict(model), or load sharded tensors with model.load_state_dict"
         raise ShardkitError(
-            message("state_dict", f"has a DTensor at {listing(sharded)}", rule, fix)
+            f"state_dict has a DTensor at {listing(sharded)}. load_full_state_dict takes full, "
+            "plain tensors. Pass full_state_dict(model), or load sharded tensors with "
+            "model.load_state_dict."
         )
     refuse_meta((name, value) for name, value in state_dict.items() if isinstance(value, Tensor))
     return state_dict
@@ -301,8 +302,10 @@ def raise_listed(
     there = {kind: names for kind, names in problems.items() if names}
     if there:
         counts = ", ".join(f"{len(names)} {kind}" for kind, names in there.items())
-        lines = [f"- {kind}: {name}" for kind, names in there.items() for name in names]
-        raise error("\n".join([message(subject, f"does not match: {counts}", rule, fix), *lines]))
+        lines = [f"{subject} does not match: {counts}. {rule}. {fix}."]
+        for kind, names in there.items():
+            lines += [f"- {kind}: {name}" for name in names]
+        raise error("\n".join(lines))
 
 
 def check_ties(
@@ -316,12 +319,11 @@ def check_ties(
         text for text, first, source in ties if not are_equal(first, plan.copies[first], source)
     ]
     if differ:
-        rule = "They are one tied tensor in the model, which has one value"
-        fix = (
-            "Untie them (config.tie_word_embeddings=False), leave one out, or pass strict=False "
-            "to take the first"
+        text = (
+            f"{request.where}: {'; '.join(differ)}. They are one tied tensor in the model, which "
+            "has one value. Untie them (config.tie_word_embeddings=False), leave one out, or pass "
+            "strict=False to take the first."
         )
-        text = message(f"{request.where}:", "; ".join(differ), rule, fix)
         if request.strict:
             raise request.error(text)
         logger.warning(text)
@@ -365,10 +367,10 @@ def live_state(model: nn.Module) -> ModelState:
     made = [name for name, tensor in state.tensors.items() if id(tensor) not in live]
     made += [name for name in state.others if not is_extra(name)]
     if made:
-        rule = "Values are written into the model's own parameters and buffers, by name"
-        fix = "Load it with model.load_state_dict, which calls the hooks that undo this"
         raise ShardkitError(
-            message(listing(made), "was replaced by a hook on state_dict()", rule, fix)
+            f"{listing(made)} was replaced by a hook on state_dict(). Values are written into the "
+            "model's own parameters and buffers, by name. Load it with model.load_state_dict, "
+            "which calls the hooks that undo this."
         )
     return state
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
 from shardkit.boxes import gather, model_group
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import Poll, check_module, groups_of, together
 
 # Of torch.compile, checkpoint_wrapper, and FSDP1 and its drop-in.
@@ -86,9 +86,9 @@ def trainable_state(state: ModelState) -> ModelState:
     """
     kept = {name for name, tensor in state.tensors.items() if tensor.requires_grad}
     if not kept:
-        rule = "trainable_only=True keeps parameters that have requires_grad"
         raise ShardkitError(
-            message("model", "has no parameter that trains", rule, "Pass trainable_only=False")
+            "model has no parameter that trains. trainable_only=True keeps parameters that have "
+            "requires_grad. Pass trainable_only=False."
         )
     modules = {name.rpartition(".")[0] for name in kept}
     kept |= {name for name in state.order if name.rpartition(".")[0] in modules}
@@ -119,11 +119,10 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise an error that names all tensors without values."""
     if names := [name for name, tensor in tensors if tensor.is_meta]:
-        rule, fix = (
-            "Tensors on meta have no values",
-            "Materialize the model, or load weights into it, first",
+        raise ShardkitError(
+            f"{listing(names)} on the meta device. Tensors on meta have no values. Materialize the "
+            "model, or load weights into it, first."
         )
-        raise ShardkitError(message(listing(names), "on the meta device", rule, fix))
 
 
 def check_scales(model: nn.Module, state: ModelState) -> None:
@@ -144,15 +143,12 @@ def check_scales(model: nn.Module, state: ModelState) -> None:
                 name in state.tensors and not any(key.startswith(scales) for key in state.tensors)
             )
     if lost:
-        rule = (
-            "A quantized weight is its packed values and their scales, and state_dict() has only "
-            "the values"
+        raise ShardkitError(
+            f"{listing(lost)} has no scales in state_dict(). A quantized weight is its packed "
+            "values and their scales, and state_dict() has only the values. Save with "
+            "trainable_only=True and quantize the base again from its own files, or shard with "
+            "shard_model."
         )
-        fix = (
-            "Save with trainable_only=True and quantize the base again from its own files, or "
-            "shard with shard_model"
-        )
-        raise ShardkitError(message(listing(lost), "has no scales in state_dict()", rule, fix))
 
 
 # ---- for users -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardkit._torch import is_wrapper
 from shardkit.boxes import gather, model_group
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import groups_of, together
 from shardkit.runtime.stepping import check_awake
 from shardkit.shards import as_sharded, local_value
@@ -161,9 +161,9 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]
     """Return one or several optimizers as a list; raise if one is something else, or asleep."""
     optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     if not all(isinstance(each, Optimizer) for each in optimizers):
-        problem = f"must be one or several of torch.optim.Optimizer, got {type(optimizer).__name__}"
         raise ShardkitError(
-            message("optimizer", problem, "", "Pass the model first, then its optimizer")
+            "optimizer must be one or several of torch.optim.Optimizer, got "
+            f"{type(optimizer).__name__}. Pass the model first, then its optimizer."
         )
     for each in optimizers:
         check_awake((), each)
@@ -180,13 +180,11 @@ def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list
     if unknown := [
         f"{tuple(param.shape)} of group {number}" for number, param in params if param not in names
     ]:
-        rule = "An optimizer must hold the model's own sharded parameters"
-        fix = (
-            "Make the optimizer after sharding, from model.parameters(), and not between a "
-            "forward and the reshard"
+        raise ShardkitError(
+            f"optimizer has parameters that are not in the model: of shape {listing(unknown)}. An "
+            "optimizer must hold the model's own sharded parameters. Make the optimizer after "
+            "sharding, from model.parameters(), and not between a forward and the reshard."
         )
-        problem = f"has parameters that are not in the model: of shape {listing(unknown)}"
-        raise ShardkitError(message("optimizer", problem, rule, fix))
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
@@ -246,11 +244,9 @@ def _initial_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -
         with torch.compiler.set_stance("force_eager"):  # torchao compiles its step for each shape
             type(optimizer).step(copy)
     except Exception as error:  # whatever its step needs besides gradients
-        rule = "initialize=True makes state by a step of zero gradients on each parameter by itself"
-        problem = (
-            f"of type {type(optimizer).__name__} cannot take one ({type(error).__name__}: {error})"
-        )
         raise ShardkitError(
-            message("optimizer", problem, rule, "Step it once before, so that it has state")
+            f"optimizer of type {type(optimizer).__name__} cannot take a step of zero gradients on "
+            "each parameter by itself, by which initialize=True makes state "
+            f"({type(error).__name__}: {error}). Step it once before, so that it has state."
         ) from error
     return dict(copy.state[stand_in])

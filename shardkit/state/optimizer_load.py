@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.boxes import EACH_ALONE, Move, model_group, scatter, share
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value, replicated
 from shardkit.state.load import Source, Spec, load_groups, raise_listed, unwritten
@@ -205,10 +205,11 @@ def by_name(state_dict: Mapping[str, Any]) -> OptimizerState:
     if "state" not in state_dict or any(
         not isinstance(name, str) for name in (*names, *state_dict["state"])
     ):
-        problem = "must be {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], ...}]}"
-        rule = "State by number depends on the order in which an optimizer was given its parameters"
-        fix = "Pass full_optimizer_state_dict(model, optimizer)"
-        raise ShardkitError(message("state_dict", problem, rule, fix))
+        raise ShardkitError(
+            "state_dict must be {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], "
+            "...}]}. State by number depends on the order in which an optimizer was given its "
+            "parameters. Pass full_optimizer_state_dict(model, optimizer)."
+        )
     return renamed_state(state_dict, clean_name)
 
 

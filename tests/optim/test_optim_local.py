@@ -4,6 +4,9 @@ different.
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from grads_net import MESHES, give_grads, sharded_net
@@ -224,3 +227,19 @@ def test_a_gradient_that_lies_elsewhere_is_brought_home():
     optimizer = step_on_local_shards(torch.optim.SGD([weight], lr=1.0))
     optimizer.step()
     assert torch.equal(weight.to_local(), torch.tensor([-4.0, -8.0, -16.0]))
+
+
+@fake_world(4, rank=1)
+def test_copies_step_on_local_shards_too_and_pickles_are_refused():
+    net = sharded_net((4,))
+    optimizer = step_on_local_shards(factory("AdamW")(trainable(net)))
+    copied = copy.deepcopy(optimizer)
+    assert type(copied) is type(optimizer)
+    param = copied.param_groups[0]["params"][0]
+    assert param is not optimizer.param_groups[0]["params"][0]
+    param.grad = torch.ones_like(param)
+    before = local(param).clone()
+    copied.step()
+    assert not torch.equal(local(param), before)
+    with pytest.raises(pickle.PicklingError, match="AdamW"):
+        pickle.dumps(optimizer)

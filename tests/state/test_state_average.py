@@ -156,13 +156,29 @@ def test_what_does_not_fit_is_one_error():
         sharded_average(model, 1.5)
 
 
-def test_what_trains_only_later_is_refused():
+def test_what_trains_only_later_is_refused_unless_the_average_was_made_before_freezing():
     model = build()
     average = sharded_average(model)
     average.update_parameters(model)
     model[3].bias.requires_grad_(True)
     with pytest.raises(ShardkitError, match=r"3\.bias trains now, and was frozen"):
         average.update_parameters(model)
+    with (
+        pytest.raises(ShardkitError, match=r"3\.bias trains now, and was frozen"),
+        average.swapped(model),
+    ):
+        pass
+    average, expected = (
+        sharded_average(model, 0.5),
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
+    )
+    model[3].bias.requires_grad_(False)
+    for step in range(4):
+        model[3].bias.requires_grad_(step >= 2)
+        model.load_state_dict(build(seed=step).state_dict())
+        average.update_parameters(model)
+        expected.update_parameters(model)
+    check(full(average), expected.state_dict())
 
 
 @distributed(world_size=2, backend="gloo")

@@ -144,19 +144,18 @@ def test_small_tensors_share_a_message_and_large_ones_go_alone_from_one_replica(
 
 
 def test_a_group_of_some_ranks_needs_no_others_and_ends_with_the_world() -> None:
-    for bound, backend in ((None, None), (torch.device("cpu", 0), "gloo")):
-        with (
-            fake_world(4),
-            mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
-            mock.patch.object(type(dist.group.WORLD), "bound_device_id", bound),
-        ):
-            new_group.side_effect = lambda *args, **kwargs: dist.distributed_c10d.new_group(
-                *args, **(kwargs | {"backend": None})
-            )
-            for _ in range(2):
-                ModelGroup((0, 1), None).connect()
+    for bound, backend in ((None, None), (torch.device("cuda", 0), "gloo")):
+        with fake_world(4):
+            made = dist.new_group([0, 1])
+            with (
+                mock.patch.object(dist, "new_group", return_value=made) as new_group,
+                mock.patch.object(type(dist.group.WORLD), "bound_device_id", bound),
+            ):
+                for _ in range(2):
+                    assert ModelGroup((0, 1), None).connect() is made
             new_group.assert_called_once_with(
                 [0, 1], backend=backend, use_local_synchronization=True
             )
+        del made, new_group
         gc.collect()
         assert not boxes._groups
