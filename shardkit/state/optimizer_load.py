@@ -87,9 +87,7 @@ def load_full_optimizer_state_dict(
     described = pickle.loads(share(packed, poll.any, ranks))
     with together(groups):
         check_names(optimizers, names, described)
-        plan = plan_state(
-            model, optimizers, described["state"], initialize=has_quantizer(optimizers)
-        )
+        plan = plan_state(model, optimizers, described["state"], initialize=False)
     fulls, specs = tensor_leaves(state), tensor_leaves(described["state"], Spec)
     in_one_order = sorted(plan.targets)  # on all ranks
     scatter(
@@ -119,12 +117,6 @@ def load_sharded_optimizer_state_dict(
     install(optimizers, names, given)
 
 
-def has_quantizer(optimizers: Iterable[Optimizer]) -> bool:
-    """Whether an optimizer is of torchao, which quantizes the state that it makes. Local."""
-    classes = [base for each in optimizers for base in type(each).__mro__]
-    return any(base.__module__.startswith("torchao.") for base in classes)
-
-
 @dataclass
 class StatePlan:
     """Where a load writes an optimizer's state."""
@@ -147,11 +139,16 @@ def plan_state(
     """Return memory for saved state, which has a :class:`Spec` in the place of each tensor. Local,
     changes nothing.
 
-    Values are quantized where the optimizer has quantized state, or with ``initialize`` would make
-    it.
+    Values are quantized where the optimizer has quantized state, or would make it: torchao's, and
+    any with ``initialize``.
     """
     params = {name: param for param, name in parameter_names(model).items()}
-    present = sharded_optimizer_state_dict(model, optimizers, initialize=initialize)["state"]
+    present: dict[str, Any] = {}
+    for optimizer in optimizers:
+        makes = initialize or "torchao" in {
+            kind.__module__.split(".")[0] for kind in type(optimizer).__mro__
+        }
+        present |= sharded_optimizer_state_dict(model, optimizer, initialize=makes)["state"]
     existing: dict[str, Tensor] = tensor_leaves(present)
     plan = StatePlan({}, {}, [])
 

@@ -93,13 +93,18 @@ def test_values_go_to_fresh_and_used_optimizers_of_other_meshes_and_to_adamw(kin
 @distributed(world_size=2, backend="gloo")
 def test_sharded_state_is_live_and_an_optimizer_beside_takes_no_step():
     net = build((2,))
-    both = [
-        torchao.AdamW8bit(net[2].parameters()),
-        torch.optim.SGD(net[3].parameters(), lr=0.1, momentum=0.9),
-    ]
+
+    def optimizers() -> list[torch.optim.Optimizer]:
+        return [
+            torchao.AdamW8bit(net[2].parameters()),
+            torch.optim.SGD(net[3].parameters(), lr=0.1, momentum=0.9),
+        ]
+
+    both = optimizers()
     step(net, *both)
     with mock.patch.object(torch.optim.SGD, "step", None):  # as LBFGS's, which needs a closure
         full = full_optimizer_state_dict(net, both, rank0_only=False)
+        load_full_optimizer_state_dict(net, optimizers(), full, src="all")
         load_full_optimizer_state_dict(net, both, full, src="all")
     sharded = sharded_optimizer_state_dict(net, both)
     assert sharded["state"]["2.weight"]["exp_avg"] is both[0].state[net[2].weight]["exp_avg"]
