@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from shardkit._torch.dispatch import schema, version_of
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 
 MADE_CALLS = "_shardkit_made_calls"  # as in runtime.skippable
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
@@ -50,10 +50,11 @@ def checkpointed(
             return forward(*args, **kwargs)
         for each in (*args, *kwargs.values()):
             if hasattr(each, "get_seq_length") and hasattr(each, "update"):
-                problem = f"is checkpointed, and was called with a {type(each).__name__}"
-                rule = "The recomputation in backward would append to the cache twice"
-                fix = "Pass use_cache=False to the model, or set model.config.use_cache = False"
-                raise ShardkitError(message(fqn, problem, rule, fix))
+                raise ShardkitError(
+                    f"{fqn} is checkpointed, and was called with a {type(each).__name__}. The "
+                    "recomputation in backward would append to the cache twice. Pass "
+                    "use_cache=False to the model, or set model.config.use_cache = False."
+                )
         return run(*args, **kwargs)
 
     return checked

@@ -53,9 +53,9 @@ def accelerator() -> str:
     """Return the type of this process's accelerator, or ``"cpu"`` if no backend
     communicates on it.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
     # no backend serves mps
-    return found.type if found is not None and found.type != "mps" else "cpu"
+    return "cpu" if device is None or device.type == "mps" else device.type
 
 
 def device_type() -> str:

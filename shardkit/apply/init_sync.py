@@ -4,7 +4,6 @@ broadcast.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import FakeTensor, has_own_dispatch, local_tensor, plain_attributes
 from shardkit.errors import PlanError, listing
+from shardkit.plan import ShardingPlan
 from shardkit.ranks import Groups, digest, extremes, gather_by_rank, groups_of, raise_together
 
 SAMPLED = 8  # elements of each tensor, evenly from its first to its last
@@ -50,25 +50,39 @@ def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
     return facts
 
 
+def other_groups(model: nn.Module, groups: Groups) -> Groups:
+    """Return the groups of further axes that parameters of the model lie on, such as those of
+    tensor parallelism. Local.
+    """
+    known = [dist.get_process_group_ranks(group) for group in groups]
+    others = groups_of(model) if isinstance(model, nn.Module) else []
+    return [group for group in others if dist.get_process_group_ranks(group) not in known]
+
+
 def check_same_start(
-    model: nn.Module, ignored: Collection[str], groups: Groups, sync_module_states: bool
+    model: nn.Module, plan: ShardingPlan, groups: Groups, sync_module_states: bool
 ) -> None:
     """Raise on every rank unless all start from the same values, or can receive the first rank's.
 
-    A sample of each tensor is compared bit by bit, by one all-reduce. Tensors on meta are left out,
-    and other axes of the model's mesh, such as a tensor-parallel one. ``ignored`` parameters may
-    differ between ranks. Collective, pure.
+    A sample of each tensor is compared bit by bit, by one all-reduce; what stays whole on every
+    rank, buffers and replicated parameters, is compared whole. Tensors on meta are left out.
+    Ignored parameters may differ between ranks. Collective, pure.
     """
     if all(dist.get_world_size(group) == 1 for group in groups):
         return
-    by_groups: dict[Groups, dict[str, Tensor]] = {tuple(groups): {}}
-    for fqn, state in states_of(model, ignored).items():
-        by_groups.setdefault(_copied(state, groups), {})[fqn] = state
+    whole = {*plan.replicated, *dict(model.named_buffers())}
+    by_groups: dict[Groups, dict[str, Any]] = {tuple(groups): {}}
+    with torch.no_grad(), plain_attributes():
+        for fqn, state in states_of(model, plan.ignored).items():
+            sample: Any = _sample(state, fqn in whole)
+            if sync_module_states:  # only the place matters, since the values are overwritten
+                sample = sample is None
+            by_groups.setdefault(_copied(state, groups), {})[fqn] = sample
     problem = None
-    for held_by, states in by_groups.items():
-        found = _unequal(states, held_by, sync_module_states)
+    for held_by, samples in by_groups.items():
+        found = _unequal(samples, held_by, sync_module_states)
         problem = problem or found
-    # parallel ranks, which groups do not reach
+    # parallel ranks hold other parts, and may have seen no difference
     raise_together(problem, groups_of(model), PlanError)
 
 
@@ -76,48 +90,48 @@ def _copied(state: Tensor, groups: Groups) -> Groups:
     """The groups whose ranks hold copies: those that a DTensor, as an expert, is not split over."""
     if not isinstance(state, DTensor):
         return tuple(groups)
-    split = []
+    others: set[int] = set()  # ranks with another part
     for group, placement in zip(state.device_mesh.get_all_groups(), state.placements, strict=True):
-        if placement.is_shard():
-            split.append(dist.get_process_group_ranks(group))
-    return tuple(group for group in groups if dist.get_process_group_ranks(group) not in split)
+        if not placement.is_replicate():
+            others.update(dist.get_process_group_ranks(group))
+    others.discard(dist.get_rank())
+    return tuple(g for g in groups if others.isdisjoint(dist.get_process_group_ranks(g)))
 
 
 def _unequal(
-    states: Mapping[str, Tensor], groups: Groups, sync_module_states: bool
+    samples: Mapping[str, Any], groups: Groups, sync_module_states: bool
 ) -> PlanError | None:
-    """Return the error for states that are not alike on all ranks, None if they are. Collective."""
-    samples: list[Any] = _samples(states.values())
-    if sync_module_states:  # only the place matters, since the values are overwritten
-        samples = [sample is None for sample in samples]
-    whole = digest(samples)
-    (lowest,), (highest,) = extremes([whole], [whole], groups)
+    """Return the error for samples that are not equal on all ranks, None if they are.
+    Collective.
+    """
+    total = digest(list(samples.values()))
+    (lowest,), (highest,) = extremes([total], [total], groups)
     if lowest == highest:
         return None
     # Which differ, without what is on meta.
-    lows = [_HIGHEST if sample is None else digest(sample) for sample in samples]
-    highs = [0 if sample is None else digest(sample) for sample in samples]
+    lows = [_HIGHEST if sample is None else digest(sample) for sample in samples.values()]
+    highs = [0 if sample is None else digest(sample) for sample in samples.values()]
     lows, highs = extremes(lows, highs, groups)
     differing = []
-    for index, fqn in enumerate(states):
-        if lows[index] < highs[index]:
-            differing.append((fqn, samples[index]))
+    for fqn, low, high in zip(samples, lows, highs, strict=True):
+        if low < high:
+            differing.append(fqn)
     if not differing:
         return None
     if sync_module_states:
-        names = listing((fqn for fqn, _ in differing), 6)
         return PlanError(
-            f"sync_module_states needs {names} on real memory, and some ranks have it on the meta "
-            "device. Build the model on meta on all ranks and give it rank 0's values by "
-            "load_full_state_dict."
+            f"sync_module_states needs {listing(differing, 6)} on real memory, and some ranks have "
+            "it on the meta device. Build the model on meta on all ranks and give it rank 0's "
+            "values by load_full_state_dict."
         )
-    fqn, sample = differing[0]
-    by_rank = {r: each for r, each in gather_by_rank(sample, groups).items() if each is not None}
+    fqn = differing[0]
+    gathered = gather_by_rank(samples[fqn], groups)
+    by_rank = {rank: sample for rank, sample in gathered.items() if sample is not None}
     first = next(iter(by_rank))
-    others = [str(rank) for rank, each in by_rank.items() if each != by_rank[first]]
+    others = [str(rank) for rank, sample in by_rank.items() if sample != by_rank[first]]
     return PlanError(
         f"{fqn} has different values on rank {listing(others, 8)} than on rank {first}; "
-        f"{len(differing)} of {len(states)} parameters and buffers differ. Each rank shards its "
+        f"{len(differing)} of {len(samples)} parameters and buffers differ. Each rank shards its "
         "own copy of the model, so all copies must be equal. Call torch.manual_seed(0) on every "
         "rank before the model is built, or pass sync_module_states=True to broadcast the first "
         "rank's values."
@@ -150,33 +164,28 @@ def _broadcast(part: Tensor, group: dist.ProcessGroup | None, device: str) -> No
         part.copy_(staged)
 
 
-def _samples(states: Iterable[Tensor]) -> list[list[list[int]] | None]:
-    """Return a sample of each dense part of each tensor, None for one on meta."""
-    samples: list[list[list[int]] | None] = []
-    with torch.no_grad(), plain_attributes():
-        for state in states:
-            parts = _dense_parts(state)
-            if any(part.is_meta for part in parts):
-                samples.append(None)
-            else:
-                samples.append([_sample(part) for part in parts])
-    return samples
+def _sample(state: Tensor, whole: bool) -> list[list[int]] | None:
+    """Return a sample of each dense part of a tensor, with ``whole`` also a hash of all elements;
+    None on meta.
+    """
+    parts = _dense_parts(state)
+    if any(part.is_meta for part in parts):
+        return None
+    return [_bits(part, whole) for part in parts]
 
 
-def _sample(tensor: Tensor) -> list[int]:
-    """The bits of a few elements of a dense tensor, as integers: NaN equals itself,
-    0.0 not -0.0.
+def _bits(tensor: Tensor, whole: bool) -> list[int]:
+    """The bits of a few elements of a dense tensor, as integers: NaN equals itself, 0.0
+    not -0.0.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().view(_BITS[tensor.itemsize])
-    found: list[int] = torch.take(bits, _evenly(bits.numel(), bits.device)).tolist()
-    return found
-
-
-@functools.lru_cache(maxsize=64)
-def _evenly(numel: int, device: torch.device) -> Tensor:
-    return torch.arange(SAMPLED, device=device) * (numel - 1) // (SAMPLED - 1)
+    evenly = torch.arange(SAMPLED, device=bits.device) * (bits.numel() - 1) // (SAMPLED - 1)
+    sampled: list[int] = torch.take(bits, evenly).tolist()
+    if whole:
+        sampled.append(int(torch.hash_tensor(bits)))
+    return sampled
 
 
 def _dense_parts(state: Tensor) -> list[Tensor]:

@@ -28,6 +28,15 @@ _LOCAL_RANKS = (
     "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD_LOCAL_RANK"
 )
 _LOCAL_RANKS += " PALS_LOCAL_RANKID PMI_LOCAL_RANK"
+# What launchers set besides, and the highest value in a process that they started alone. A shell of
+# salloc has SLURM_NTASKS too, so that one says nothing.
+_LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": 1,
+    "SLURM_PROCID": 0,
+    "OMPI_COMM_WORLD_SIZE": 1,
+    "PMI_SIZE": 1,
+    "MV2_COMM_WORLD_SIZE": 1,
+}
 
 logger = logging.getLogger("shardkit")
 
@@ -37,19 +46,20 @@ def ensure_process_group() -> None:
     process.
 
     Collective under torchrun: every rank must call. With an accelerator this selects the rank's own
-    device, and both it and the CPU get a backend, so that offloaded shards can be reduced. The
-    group is destroyed when the process ends.
+    device, also in a group that the program made, unless it has selected one. The CPU gets a
+    backend too, so that offloaded shards can be reduced. The group is destroyed when the process
+    ends.
     """
     if dist.is_initialized():
+        _select_device(dist.get_rank())
         return
-    # some hosts always set MASTER_ADDR
-    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    if accelerator() != "cpu":
-        torch.accelerator.set_device_index(_local_device(torch.accelerator.device_count()))
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(accelerator())
-    if launched:
+    # some hosts always set MASTER_ADDR
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        _select_device(int(os.environ.get("RANK", 0)))
         dist.init_process_group(backend)
     else:
+        _refuse_other_launchers()
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         logger.warning(
@@ -61,12 +71,31 @@ def ensure_process_group() -> None:
     atexit.register(_destroy, weakref.ref(dist.group.WORLD))
 
 
-def _local_device(count: int) -> int:
-    """Return the index of this rank's device among ``count`` visible ones; a launcher may show each
-    rank its own.
+def _select_device(rank: int) -> None:
+    """Select the rank's own device, unless the program has selected another than the first.
+
+    A DeviceMesh does so only where no tensor was made on the device before.
     """
-    named = [int(os.environ[name]) for name in _LOCAL_RANKS.split() if name in os.environ]
-    return 0 if count == 1 else (*named, int(os.environ.get("RANK", 0)) % count)[0]
+    if device_type() == "cpu":
+        return
+    count = torch.accelerator.device_count()
+    # a launcher may show each rank its own device only
+    if count > 1 and torch.accelerator.current_device_index() == 0:
+        named = [int(os.environ[name]) for name in _LOCAL_RANKS.split() if name in os.environ]
+        torch.accelerator.set_device_index((*named, rank % count)[0])
+
+
+def _refuse_other_launchers() -> None:
+    """Raise PlanError if the process is one of several, which would each train alone."""
+    for name, alone in _LAUNCHERS.items():
+        value = os.environ.get(name, "")
+        if value.isdigit() and int(value) > alone:
+            raise PlanError(
+                f"{name} is {value}, so this is one of several processes, but RANK and WORLD_SIZE "
+                "are not set: each would train alone. Start one torchrun on each node, as by "
+                "`srun --ntasks-per-node=1 torchrun ...`, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+                f"MASTER_ADDR and MASTER_PORT. Unset {name} if each is to train alone."
+            )
 
 
 def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:

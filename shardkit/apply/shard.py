@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,13 +20,20 @@ from torch.distributed.tensor import Shard
 
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import real_tensors, with_timeout_of_world
-from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of, states_of
+from shardkit.apply.init_sync import (
+    broadcast_from_first,
+    check_same_start,
+    facts_of,
+    other_groups,
+    states_of,
+)
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
 from shardkit.apply.param_attrs import ParamAttrs
 from shardkit.apply.validate import check_plan
 from shardkit.errors import PlanError
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.data import callers, skippable
+from shardkit.plan.types import is_world_size
 from shardkit.ranks import Groups, gather_by_rank, together, warn_once
 from shardkit.runtime.hooks import install_hooks
 from shardkit.runtime.stepping import replacing
@@ -44,7 +49,7 @@ def apply_plan(
     """Shard ``model`` as ``plan`` says, in place, and return it.
 
     Collective: every rank of the mesh must call. Before anything is changed, the ranks compare
-    their plans and a sample of their values, in two all-reduces of 16 bytes. Parameters on the meta
+    their plans and a sample of their values, in two small all-reduces. Parameters on the meta
     device stay there, for ``materialize``.
 
     Args:
@@ -71,18 +76,23 @@ def apply_agreed(
 ) -> nn.Module:
     """Apply the plan that ``make_plan`` returns; what it raises on one rank is raised on all."""
     ensure_process_group()
-    groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]
+    groups: Groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]
+    others = other_groups(model, groups)
     with real_tensors():  # ranks exchange real tensors, also where the model is made of fake ones
-        with together(groups, PlanError) as poll:
+        with together(others, PlanError) as across, together(groups, PlanError) as poll:
             plan = make_plan()
             check_plan(model, plan, mesh if isinstance(mesh, DeviceMesh) else None)
             check_mesh(mesh, plan.mesh)
             poll.same = {**facts_of(model, sync_module_states), **facts_of_plan(plan)}
-        check_same_start(model, plan.ignored, groups, sync_module_states)
+            states = states_of(model, plan.ignored)
+            if others:
+                across.same = {fqn: str(tuple(state.shape)) for fqn, state in states.items()}
+        check_same_start(model, plan, [*groups, *others], sync_module_states)
         mesh = mesh or build_mesh(plan.mesh)
         if sync_module_states:
-            states = states_of(model, plan.ignored).values()
-            broadcast_from_first(states, mesh.get_all_groups(), mesh.device_type)
+            groups = [*mesh.get_all_groups(), *others]
+            broadcast_from_first(states.values(), groups, mesh.device_type)
+        del states  # or it would keep the full parameters
     with replacing(model):
         carry_out(model, plan, mesh)
     install_hooks(model, plan.forward_methods)
@@ -121,8 +131,11 @@ def carry_out(
     meshes = unit_meshes(mesh, plan)
     attributes = ParamAttrs(model)
     owners = dict(model.named_modules())
-    # No rank may wait in a collective of ``before`` for one that failed.
-    batches = [plan.units] if before is None else [(unit,) for unit in plan.units]
+    # No rank may wait for one that failed: in a collective of ``before``, or in making the process
+    # groups of an int to reshard to, which fully_shard does.
+    batches = [plan.units]
+    if before is not None or any(is_world_size(u.reshard_after_forward) for u in plan.units):
+        batches = [(unit,) for unit in plan.units]
     for units in batches:
         if before is not None:
             before(units[0])
@@ -242,13 +255,6 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
         if made.post_forward_mesh_info not in (None, made.mesh_info):
             # made by fully_shard for an int
             with_timeout_of_world(made.post_forward_mesh_info.mesh)
-    for unit in plan.units:
-        if unit.reshard_after_forward is False and "" not in unit.modules:
-            # torch warns that in-place changes of a view would remove the hook that gathers for
-            # backward; this unit needs none.
-            classes = ", ".join(type(model.get_submodule(fqn)).__name__ for fqn in unit.modules)
-            text = re.escape(f"FSDP2-wrapped module ({classes}) returned a view")
-            warnings.filterwarnings("ignore", text, UserWarning)
 
 
 def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:

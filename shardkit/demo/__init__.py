@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +18,6 @@ from shardkit.apply.mesh import ensure_process_group
 from shardkit.demo.train import MOST_STEPS, Job, is_exact, train_and_compare
 from shardkit.errors import ShardkitError
 from shardkit.memory.report import positive
-from shardkit.testing import RankPool
 
 _NEXT = """Next:
   python -m shardkit demo --ranks 4
@@ -37,7 +33,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     ``ArgumentParser.add_subparsers``.
     """
     text = "train a small transformer sharded and plain, and compare"
-    about = f"{text.capitalize()}. Under torchrun its ranks are used, else they are started here."
+    about = f"{text.capitalize()}. Under torchrun its ranks are used, else torchrun is started."
     parser: argparse.ArgumentParser = commands.add_parser("demo", help=text, description=about)
     parser.add_argument(
         "--ranks", type=positive, help="processes to start (default: one for each GPU, else 2)"
@@ -53,8 +49,7 @@ def run(options: argparse.Namespace) -> int:
     1.
 
     Raises:
-        ShardkitError: more ranks than GPUs, more steps than rounding leaves comparable, or a rank
-            failed.
+        ShardkitError: more ranks than GPUs, or more steps than rounding leaves comparable.
     """
     started, gpus = time.perf_counter(), torch.cuda.device_count()
     launched = "WORLD_SIZE" in os.environ  # by torchrun
@@ -65,41 +60,27 @@ def run(options: argparse.Namespace) -> int:
             "CPUs."
         )
     if job.steps > MOST_STEPS and not is_exact("cuda" if gpus else "cpu", job.ranks):
-        problem = (
-            f"--steps is {job.steps}, and gradients are summed in another order than without "
-            "sharding"
-        )
         raise ShardkitError(
-            f"{problem}. Use at most {MOST_STEPS}, until which the rounding stays small."
+            f"--steps is {job.steps}, and gradients are summed in another order than without "
+            f"sharding. Use at most {MOST_STEPS}, until which the rounding stays small."
         )
-    if launched:
-        ensure_process_group()
-    holds = train_and_compare(job) if launched else _on_ranks_of_our_own(job, gpus)
+    if not launched:
+        return _start_torchrun(job)
+    ensure_process_group()
+    holds = train_and_compare(job)
     job.say(f"\n{time.perf_counter() - started:.0f} s. {_NEXT if holds else _FAILED}")
-    if launched:
-        leave(int(not holds))
+    leave(int(not holds))
     return int(not holds)
 
 
-def _on_ranks_of_our_own(job: Job, gpus: int) -> bool:
-    """Run on new processes, and print meanwhile what rank 0 says: a pool shows it at the end
-    only.
-    """
-    # A new process imports torch before shardkit, which keeps torch from saying that numpy is
-    # missing.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
-    with tempfile.NamedTemporaryFile("r", prefix="shardkit-demo-") as output:
-        # slow is not stuck
-        pool = RankPool(job.ranks, backend="nccl" if gpus else "gloo", timeout=24 * 3600)
-        with ThreadPoolExecutor(1) as thread, pool:  # an interrupt closes the pool first
-            done = thread.submit(
-                pool.run, train_and_compare, replace(job, output=Path(output.name))
-            )
-            while not done.done():
-                print(output.read(), end="", flush=True)
-                wait([done], 0.1)
-        print(output.read(), end="", flush=True)
-        return done.result()[0]
+def _start_torchrun(job: Job) -> int:
+    """Run the demo on ranks of this host, and return their exit code."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    demo = ["-m", "shardkit", "demo", "--steps", str(job.steps)]
+    # What torchrun and torch would else warn of: one thread for each rank, and no numpy.
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:Failed to initialize NumPy"}
+    command = [*torchrun, f"--nproc-per-node={job.ranks}", *demo]
+    return subprocess.run(command, env={**quiet, **os.environ}).returncode
 
 
 def leave(code: int) -> None:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import sysconfig
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardkit import apply_plan, full_state_dict, init_on_meta, materialize, plan_model
+from shardkit.ranks import device_type
 
 SEED, LEARNING_RATE = 0, 3e-3
 # well above a gradient's rounding, which AdamW would turn into whole steps where the gradient is 0
@@ -85,7 +84,6 @@ class Job:
 
     ranks: int  # each with a micro-batch of its own
     steps: int  # of the optimizer
-    output: Path | None = None  # a file for what rank 0 says; None prints
 
     def batch(self, step: int) -> Tensor:
         """The micro-batches of all ranks, int64 of shape (ranks * SEQUENCES, CONTEXT + 1); the same
@@ -97,9 +95,8 @@ class Job:
 
     def say(self, text: str) -> None:
         """Show a text, on rank 0 only."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            with self.output.open("a") if self.output else nullcontext(sys.stdout) as file:
-                print(text, file=file, flush=True)
+        if dist.get_rank() == 0:
+            print(text, flush=True)
 
 
 @dataclass
@@ -118,21 +115,16 @@ def train_and_compare(job: Job) -> bool:
     # Matrix products may differ in the last digit between numbers of threads, and ranks share the
     # cores.
     torch.set_num_threads(1)
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = device_type()
     job.say(
-        f"shardkit demo: {job.ranks} rank(s) on {device.type}, {job.steps} steps on Python's own "
-        "sources"
+        f"shardkit demo: {job.ranks} rank(s) on {device}, {job.steps} steps on Python's own sources"
     )
     sharded = train_sharded(job)
     if dist.get_rank() != 0:
         return True
     gc.collect()  # the sharded model is in reference cycles
     plain = train_plain(job, device)
-    checks = compare(device.type, job.ranks, sharded, plain)
+    checks = compare(device, job.ranks, sharded, plain)
     job.say("\nSharded against plain, the largest difference over all steps and all elements:")
     job.say("\n".join(map(str, checks)))
     return all(check.holds for check in checks)
@@ -154,7 +146,7 @@ def train_sharded(job: Job) -> Run:
     return run
 
 
-def train_plain(job: Job, device: torch.device) -> Run:
+def train_plain(job: Job, device: str) -> Run:
     """Train the same model without shardkit, in this process alone, one micro-batch after the
     other.
     """
@@ -208,11 +200,11 @@ ROUNDED = {
 }
 
 
-def is_exact(device_type: str, ranks: int) -> bool:
+def is_exact(device: str, ranks: int) -> bool:
     """Return whether the arithmetic is the same on both sides: a sum of two does not depend on
     their order.
     """
-    return device_type == "cpu" and ranks <= 2
+    return device == "cpu" and ranks <= 2
 
 
 class Check(NamedTuple):
@@ -236,13 +228,13 @@ class Check(NamedTuple):
         )
 
 
-def compare(device_type: str, ranks: int, sharded: Run, plain: Run) -> list[Check]:
+def compare(device: str, ranks: int, sharded: Run, plain: Run) -> list[Check]:
     """Return the checks of a sharded run against a plain one."""
     found = [
         _difference(torch.stack(sharded.losses), torch.stack(plain.losses)),
         max(_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items()),
     ]
-    bounds = EXACT if is_exact(device_type, ranks) else ROUNDED
+    bounds = EXACT if is_exact(device, ranks) else ROUNDED
     return [
         Check(name, each, *bound) for (name, bound), each in zip(bounds.items(), found, strict=True)
     ]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from meshes import mesh_of
 from small_models import Block, Decoder, snapshot
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -140,6 +140,24 @@ def test_a_failure_of_one_rank_is_one_of_all() -> None:
     ):
         shard_model(Decoder(), units=Block)
     shard_model(Decoder(), units=Block)
+
+
+@distributed(world_size=4, timeout=60)
+def test_a_failure_where_each_unit_makes_process_groups_is_one_of_all() -> None:
+    """fully_shard makes them for an int, and the next unit's would wait for a rank that failed."""
+    fully_shard = apply.fully_shard
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        fully_shard(*args, **kwargs)
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+
+    with (
+        mock.patch.object(apply, "fully_shard", fails),
+        pytest.raises(PlanError, match="out of memory"),
+    ):
+        shard_model(Decoder(), units=Block, reshard_after_forward=2)
+    shard_model(Decoder(), units=Block, reshard_after_forward=2)
 
 
 # Values.
@@ -284,6 +302,65 @@ def test_replicas_and_tensor_parallel_ranks() -> None:
     expected = seeded(Decoder, 0).layers[1].up.weight
     assert torch.equal(whole[8:], expected[8:] + 1) or not theirs
     assert torch.equal(whole[:8], expected[:8])
+
+
+def parallel_over(mesh: DeviceMesh, seed: int) -> nn.Module:
+    model = seeded(Decoder, seed)
+    model.register_buffer("scale", torch.rand(3))
+    for layer in model.layers:  # type: ignore[union-attr]
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+@distributed(world_size=4)
+def test_what_tensor_parallelism_replicates_is_equal_on_its_ranks_too() -> None:
+    """Plain parameters and buffers, and DTensors that are replicated, such as a row-wise bias."""
+    mesh = mesh_of((2, 2), "dp", "tp")
+    along_tp = mesh["tp"].get_local_rank()
+    text = raised_by(lambda: shard_model(parallel_over(mesh["tp"], along_tp), mesh=mesh["dp"]))
+    assert text.startswith("embed.weight has different values on rank 1, 3 than on rank 0; ")
+    only_a_bias = parallel_over(mesh["tp"], 0)
+    only_a_bias.layers[1].down.bias.to_local().data += along_tp
+    text = raised_by(lambda: shard_model(only_a_bias, mesh=mesh["dp"]))
+    assert text.startswith("layers.1.down.bias has different values on rank 1, 3 than on rank 0; 1")
+
+    model = parallel_over(mesh["tp"], dist.get_rank())
+    shard_model(model, mesh=mesh["dp"], sync_module_states=True)
+    for name, param in seeded(Decoder, 0).named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), param), name
+    assert torch.equal(model.scale, parallel_over(mesh["tp"], 0).scale)
+
+
+@distributed(world_size=4)
+def test_a_model_of_other_tensor_parallel_ranks_is_an_error() -> None:
+    """Their plans are not compared, since their parts may differ; names and shapes must not."""
+    mesh = mesh_of((2, 2), "dp", "tp")
+    model = parallel_over(mesh["tp"], 0)
+    if mesh["tp"].get_local_rank():
+        model.norm.bias = None
+    text = raised_by(lambda: shard_model(model, mesh=mesh["dp"]))
+    assert re.search(r"rank [13] differs from rank [02] in norm.bias \(null instead of", text)
+
+    def fails(fqn: str, module: nn.Module) -> bool:
+        if dist.get_rank() == 3:
+            raise KeyError(fqn)
+        return fqn == "norm"
+
+    model = parallel_over(mesh["tp"], 0)
+    assert "KeyError" in raised_by(lambda: shard_model(model, units=fails, mesh=mesh["dp"]))
+
+
+@distributed(world_size=2)
+def test_one_element_of_what_stays_whole_is_compared_too() -> None:
+    """A sample would pass it, and these values would differ for ever."""
+    for name in ("norm.weight", "table"):
+        model = Decoder(dim=64)
+        model.register_buffer("table", torch.zeros(40, 3))
+        state = model.get_parameter(name) if "." in name else model.table
+        with torch.no_grad():
+            state.view(-1)[11] += dist.get_rank()
+        text = raised_by(lambda model=model: shard_model(model, replicate="norm"))
+        assert text.startswith(f"{name} has different values on rank 1 than on rank 0; 1 of")
 
 
 # An error of one rank is an error of all.

@@ -5,9 +5,9 @@ import pathlib
 import re
 import subprocess
 import sys
-import warnings
 import weakref
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import forks
@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import MeshSpec, by_name, ranks, shard_model, training_mesh
+from shardkit import MeshSpec, PlanError, ranks, shard_model, training_mesh
 from shardkit._fsdp import fsdp_units
-from shardkit._torch import set_timeout, torch_version
-from shardkit.apply import mesh
+from shardkit._torch import set_timeout
+from shardkit.apply import mesh, shard
 from shardkit.testing import comm_counts, distributed, fake_world
 
 
@@ -206,16 +206,94 @@ def test_fake_tensors_can_be_sharded_and_trained() -> None:
         assert model.head.weight.grad.placements == model.head.weight.placements
 
 
+class Devices:
+    """Several CUDA devices: which is selected, in place of torch.accelerator's."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, count: int, selected: int = 0) -> None:
+        self.selected = selected
+        patch.setattr(torch.accelerator, "device_count", lambda: count)
+        patch.setattr(torch.accelerator, "current_device_index", lambda: self.selected)
+        patch.setattr(torch.accelerator, "set_device_index", partial(setattr, self, "selected"))
+        for module in (mesh, ranks):
+            patch.setattr(module, "accelerator", lambda: "cuda")
+        for name in (*mesh._LOCAL_RANKS.split(), "RANK", "WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+
+
 def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*mesh._LOCAL_RANKS.split(), "RANK"):
+    names = mesh._LOCAL_RANKS.split()
+
+    def selected(count: int, rank: int) -> int:
+        devices.selected = 0
+        mesh._select_device(rank)
+        return devices.selected
+
+    devices = Devices(monkeypatch, 8)
+    assert selected(8, 13) == 5, "where nobody says it, ranks fill one host after the other"
+    for name in reversed(names):
+        monkeypatch.setenv(name, str(names.index(name)))
+        assert selected(8, 13) == names.index(name)
+    Devices(monkeypatch, 1)
+    assert selected(1, 13) == 0, "each rank is shown its own device only"
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(0, 3), (2, 2)])
+def test_a_group_of_the_program_gets_its_device_before_the_first_tensor(
+    monkeypatch: pytest.MonkeyPatch, chosen: int, expected: int
+) -> None:
+    """NCCL's ranks on one device are an error; a mesh selects only before tensors are made."""
+    with fake_world(8, rank=3):
+        devices = Devices(monkeypatch, 8, chosen)
+        first = []
+
+        def together(*args: object) -> None:
+            first.append(devices.selected)
+            raise PlanError("far enough")
+
+        monkeypatch.setattr(shard, "together", together)
+        with pytest.raises(PlanError, match="far enough"):
+            shard_model(Decoder())
+        assert first == [expected]
+
+
+def test_a_process_alone_keeps_the_device_it_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices(monkeypatch, 8, 1)
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    made = mock.Mock(side_effect=RuntimeError("far enough"))
+    monkeypatch.setattr(torch.distributed, "init_process_group", made)
+    with pytest.raises(RuntimeError, match="far enough"):
+        shard_model(Decoder())
+    assert devices.selected == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}, "SLURM_PROCID is 3"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS is 8"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE is 2"),
+        # a shell of salloc and the script of sbatch, which are one process each
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_a_launcher_without_variables_of_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], refused: str | None
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert mesh._local_device(8) == 0
-    monkeypatch.setenv("RANK", "13")
-    assert mesh._local_device(8) == 5, "where nobody says it, ranks fill one host after the other"
-    for name in reversed(mesh._LOCAL_RANKS.split()):
-        monkeypatch.setenv(name, str(mesh._LOCAL_RANKS.split().index(name)))
-        assert mesh._local_device(8) == mesh._LOCAL_RANKS.split().index(name)
-        assert mesh._local_device(1) == 0, "each rank is shown its own device only"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if refused is None:
+        shard_model(Decoder())
+        torch.distributed.destroy_process_group()
+        return
+    with pytest.raises(PlanError, match=rf"^{refused}, .* `srun .*torchrun .* MASTER_PORT"):
+        shard_model(Decoder())
+    assert not torch.distributed.is_initialized()
 
 
 def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,23 +306,6 @@ def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPat
     with fake_world(2):
         mesh._destroy(ours)
         assert torch.distributed.is_initialized(), "a later group, which somebody else made"
-
-
-def test_torchs_warning_of_views_is_ignored_where_it_is_wrong() -> None:
-    """A unit that does not reshard after forward needs no gather in backward."""
-    for reshards in (True, False):
-        model = nn.Sequential(
-            nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.ReLU()
-        )
-        with fake_world(2), warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            shard_model(model, units=[by_name("2", reshard_after_forward=reshards)])(
-                torch.ones(2, 3, 4)
-            )
-        texts = " ".join(str(each.message) for each in found)
-        assert ("FSDP2-wrapped module (FSDPSequential)" in texts) == (
-            reshards and (2, 13) <= torch_version() < (2, 15)
-        )
 
 
 def test_ignored_parameters_that_train_are_said_to(caplog: pytest.LogCaptureFixture) -> None:

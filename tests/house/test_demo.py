@@ -11,22 +11,13 @@ from shardkit import demo
 from shardkit.__main__ import main
 from shardkit.demo import train
 from shardkit.demo.train import ByteTransformer
-from shardkit.testing import RankPool, distributed
+from shardkit.testing import distributed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="expectations for CPUs")
 
 
-@pytest.fixture
-def same_environment(monkeypatch):
-    """What the demo sets is taken back."""
-    monkeypatch.setenv("PYTHONWARNINGS", os.environ.get("PYTHONWARNINGS", ""))
-
-
-@pytest.mark.usefixtures("same_environment")
-def test_the_command_of_the_readme_trains_and_verifies(capfd):
-    with RankPool(1) as pool:
-        pool.run(dist.get_rank)
-    capfd.readouterr()  # what the imports of the fork server say
+def test_the_command_of_the_readme_trains_and_verifies(monkeypatch, capfd):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(["demo", "--ranks", "2", "--steps", "3"]) == 0
     shown = capfd.readouterr()
     assert shown.err == ""
@@ -65,19 +56,25 @@ def test_one_wrong_last_digit_of_one_weight_fails_the_demo():
     assert codes == ([0, 1] if dist.get_rank() == 0 else [0, 0])
 
 
-def lost(job):
-    if dist.get_rank() == 1:
+# Imported first by every process that finds it.
+LOST = """
+import os
+import torch.distributed as dist
+if os.environ.get("RANK") == "1":
+    def lost(*args, **kwargs):
         raise KeyError("lost")
-    dist.barrier()
+    dist.init_process_group = lost
+"""
 
 
-@pytest.mark.usefixtures("same_environment")
-def test_a_failing_rank_is_reported_with_its_traceback(monkeypatch, capfd):
-    monkeypatch.setattr(demo, "train_and_compare", lost)
+def test_a_failing_rank_is_reported_with_its_traceback(tmp_path, monkeypatch, capfd):
+    (tmp_path / "sitecustomize.py").write_text(LOST)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(["demo", "--ranks", "2", "--steps", "1"]) == 1
     errors = capfd.readouterr().err
     assert "KeyError: 'lost'" in errors
-    assert "rank 1" in errors
+    assert "rank      : 1" in errors  # of torchrun
 
 
 @pytest.mark.parametrize(

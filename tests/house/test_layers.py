@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": {"errors", "_fsdp", "optim"},
     "__init__": {"_torch"},
     "testing": {"errors", "plan", "_fsdp", "api"},
-    "demo": EVERYTHING | {"__init__", "testing"},  # beside it nothing imports testing
+    "demo": EVERYTHING | {"__init__"},
     "__main__": {"errors"},
 }
 # What it may import besides inside of functions, and for types.

@@ -130,8 +130,7 @@ def shard_translated(
             recorded = translation.param_init_fn is None and is_recorded(model)
             poll.same = _facts(model, translation, any_start)
         if not any_start and not translation.sync_module_states:
-            ignored = translation.plan.ignored
-            check_same_start(model, ignored, groups, sync_module_states=False)
+            check_same_start(model, translation.plan, groups, sync_module_states=False)
         mesh = (mesh_of or mesh_for)(translation)
     prepare = None if recorded else _UnitStates(model, translation, mesh)
     carry_out(model, translation.plan, mesh, before=prepare, after=after)
