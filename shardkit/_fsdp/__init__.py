@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardkit._torch import missing_name, torch_version, units_of
 
@@ -184,6 +185,24 @@ def set_post_accumulate_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:
     them.
     """
     tensor._post_accumulate_grad_hooks = hooks
+
+
+def share_attributes(fsdp_param: Any) -> None:
+    """Give the unsharded form of an ``FSDPParam``, which torch makes in the first all-gather, the
+    attributes of the sharded one. Local.
+    """
+    make = fsdp_param.init_unsharded_param
+
+    def make_first() -> None:
+        make()
+        del fsdp_param.init_unsharded_param  # the class's own from now on
+        whole, attributes = fsdp_param._unsharded_param, vars(fsdp_param.sharded_param)
+        if type(whole) in (nn.Parameter, DTensor):
+            whole.__dict__ = attributes  # one dict: a change of either is seen in both
+        else:
+            vars(whole).update(attributes)  # a tensor subclass has its own parts there
+
+    fsdp_param.init_unsharded_param = make_first
 
 
 def slot_of(fsdp_param: Any) -> tuple[int, str]:

@@ -184,7 +184,7 @@ def _bits(tensor: Tensor, whole: bool) -> list[int]:
     evenly = torch.arange(SAMPLED, device=bits.device) * (bits.numel() - 1) // (SAMPLED - 1)
     sampled: list[int] = torch.take(bits, evenly).tolist()
     if whole:
-        sampled.append(int(torch.hash_tensor(bits)))
+        sampled.append(torch.hash_tensor(bits).item())  # type: ignore[arg-type]
     return sampled
 
 

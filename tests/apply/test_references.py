@@ -144,6 +144,9 @@ class Marked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight * getattr(self.weight, "gain", 1.0)
 
+    def forward_again(self, x: Tensor) -> Tensor:
+        return Marked.forward(self, x)
+
 
 def marked() -> nn.Module:
     return nn.Sequential(Marked())
@@ -165,6 +168,22 @@ def test_attributes(on_meta: bool) -> None:
     assert model[0].weight.gain == 5.0
     model[0].weight.gain = 6.0
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 24.0))
+
+
+def test_attributes_are_there_however_a_parameter_is_gathered() -> None:
+    x = torch.ones(1, 4)
+    with fake_world(1):
+        model = shard_model(Marked(), units=[], forward_methods=["forward_again"])
+        assert torch.equal(model.forward_again(x), torch.full((1, 4), 12.0))
+        model.reshard()
+        model.weight.gain = 5.0
+        assert torch.equal(model.forward_again(x), torch.full((1, 4), 20.0))
+        model = shard_model(Marked(), units=[])
+        model.unshard()
+        assert model.weight.gain == 3.0
+        model.weight.gain = 7.0
+        model.reshard()
+        assert model.weight.gain == 7.0
 
 
 def test_what_torch_keeps_there_stays() -> None:
