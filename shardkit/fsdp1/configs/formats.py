@@ -75,13 +75,17 @@ def read_axolotl(config: Config, ranks: Ranks) -> Target:
     if values["tiled_mlp"] and not tiles:
         why = "Without tiled_mlp_num_shards it depends on the sequence. Set it."
         config.answer("tiled_mlp", f"refused: {why}")
-    if ranks.world_size is not None and sizes and "dp_shard" not in sizes:
+    all_the_rest_shard = bool(sizes) and "dp_shard" not in sizes
+    if all_the_rest_shard and ranks.world_size is not None:
         others = 1
         for size in sizes.values():
             others *= size
-        sizes["dp_shard"] = max(1, ranks.world_size // others)  # all the rest shard
+        sizes["dp_shard"] = max(1, ranks.world_size // others)
+    target = _on_axes(config, version, ranks, sizes)
+    if all_the_rest_shard and ranks.world_size is None:
+        target = replace(target, mesh=None)
     target = replace(
-        _on_axes(config, version, ranks, sizes),
+        target,
         precision=_amp(values, version),
         offload="offload" in words,
         tiles=max(1, tiles) if values["tiled_mlp"] else 1,
@@ -226,21 +230,21 @@ _RANGE = re.compile(r"^\s*list\(\s*range\(\s*(?:(\d+)\s*,\s*)?(\d+)\s*\)\s*\)\s*
 def read_roll(config: Config, ranks: Ranks) -> Target:
     """Return the target of a pipeline, of one role, or of a ``strategy_config``."""
     role = _role(config)
-    at = f"{role}." if role else ""
-    config.read(keys.ROLE, role)
-    strategy = f"{at}strategy_args" if "strategy_args" in config.section(role) else role
-    if strategy != role:
-        config.read(keys.ROLE, strategy)
-    inside = f"{strategy}.strategy_config".lstrip(".")
-    model_args = config.section(f"{at}model_args")
-    model = config.read(keys.MODEL, f"{at}model_args") if model_args else {"ulysses_size": 1}
-    values = config.read(keys.STRATEGY_CONFIG, inside)
-    wrap = config.read(keys.WRAP_POLICY, f"{inside}.wrap_policy")
+    inside = role
+    for section in ("strategy_args", "strategy_config"):  # either may be the file itself
+        if section in config.section(inside):
+            config.read(keys.ROLE, inside)
+            inside = f"{inside}.{section}".lstrip(".")
+    model_args = f"{role}.model_args".lstrip(".")
+    model = config.read(keys.MODEL, model_args) if config.section(model_args) else {}
+    values = config.read({**keys.ROLE, **keys.STRATEGY_CONFIG}, inside)
+    wrap = config.read(keys.WRAP_POLICY, f"{inside}.wrap_policy".lstrip("."))
+    sequence = model.get("ulysses_size", 1)
     patched = values["apply_expert_patch"]
     classes = wrap["transformer_layer_cls_to_wrap"]
     mapped = _mapped_devices(config, role)
     world = ranks.world_size or mapped
-    mesh = _roll_mesh(config, values["fsdp_size"], world, model["ulysses_size"])
+    mesh = _roll_mesh(config, values["fsdp_size"], world, sequence)
     mesh = _with_experts(config, mesh, values["ep_size"])
     reshards = values["reshard_after_forward"]
     return Target(
@@ -259,7 +263,7 @@ def read_roll(config: Config, ranks: Ranks) -> Target:
         offload=values["offload_policy"],
         checkpoint_activations=model.get("disable_gradient_checkpointing") is False,
         tiles=values["tiled_num_shards"] if values["apply_tiled_mlp"] else 1,
-        axes={"sp": model["ulysses_size"]} if model["ulysses_size"] > 1 else {},
+        axes={"sp": sequence} if sequence > 1 else {},
     )
 
 

@@ -26,7 +26,16 @@ from shardkit.fsdp1.translate.strategy import parse_strategy
 # --- fsdp_config: accelerate 0.12 to 1.15, FullyShardedDataParallelPlugin; transformers; axolotl --
 
 VERSION = Key(choice("12"), "mapped: The FSDP version by which the other keys are read.")
-STRATEGY = Kind("a sharding strategy, its number, true or false", "FULL_SHARD", parse_strategy)
+
+
+def _strategy(value: object) -> object:
+    text = str(value).lower()
+    if text in ("true", "false"):  # accelerate's default of reshard_after_forward, in version 1 too
+        value = "FULL_SHARD" if text == "true" else "SHARD_GRAD_OP"
+    return parse_strategy(value)
+
+
+STRATEGY = Kind("a sharding strategy, its number, true or false", "FULL_SHARD", _strategy)
 POLICIES = {
     "TRANSFORMER_BASED_WRAP": "mapped: A unit of each module of the classes that are named, or "
     "that the model lists in _no_split_modules.",
@@ -42,7 +51,8 @@ COMPILE = "noted: Not part of the plan: pass compile=True to shard_model."
 CONTEXT = "elsewhere: For other kinds of context parallelism; see split_sequence."
 NAMED = "mapped: With TRANSFORMER_BASED_WRAP a unit of each {}."
 SPLIT = (
-    'mapped: These {0} ranks shard too. Call split_sequence(model, training_mesh(sp={0})["sp"]).'
+    "mapped: These {0} ranks shard too. If more than 1, call "
+    'split_sequence(model, training_mesh(sp={0})["sp"]).'
 )
 TILES = "mapped: MLPs, by the names of their classes, compute in tiles; leave the patch out."
 _PINNED = "implied: Offloaded shards are pinned where there is an accelerator."
@@ -59,7 +69,7 @@ FSDP: Table = {
     "state_dict_type final_state_dict_type": Key(
         choice(STATE_DICTS, numbered=True), STATE_DICTS, "SHARDED_STATE_DICT"
     ),
-    "auto_wrap_policy": Key(choice(POLICIES, numbered=True), {None: "implied: None.", **POLICIES}),
+    "auto_wrap_policy": Key(choice(POLICIES, numbered=True), POLICIES),
     "transformer_layer_cls_to_wrap": Key(NAMES, NAMED, ()),
     "min_num_params": Key(NUMBER, "noted: Only SIZE_BASED_WRAP uses it.", 0),
     "ignored_modules": given("refused: Pass the parameters as ignored_params to plan_model."),
@@ -89,7 +99,10 @@ FSDP_2: Table = {
         BOOLEAN, "mapped: reshard_after_forward={}, in all units but the root.", True
     ),
     "sharding_strategy": Key(
-        choice(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")),
+        choice(
+            ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
+            numbered=True,
+        ),
         dict.fromkeys(
             ("FULL_SHARD", "SHARD_GRAD_OP"), "noted: Version 2 reads reshard_after_forward."
         )
@@ -107,7 +120,7 @@ FSDP_2: Table = {
 # --- Sizes of the axes of a mesh -----------------------------------------------------------------
 
 _SIZE = "mapped: A mesh axis of {} ranks."
-_BESIDE = "noted: {} ranks: do so before sharding, and pass the data-parallel submesh."
+_BESIDE = "noted: {} ranks: if more than 1, split before sharding, and pass the other axes' mesh."
 AXES = {  # by the axis: the keys of accelerate's parallelism_config, and axolotl's
     "dp_replicate": ("dp_replicate_size", "dp_replicate_size", _SIZE),
     "dp_shard": ("dp_shard_size", "dp_shard_size", _SIZE),
@@ -146,7 +159,7 @@ ACCELERATE: Table = {
         "no",
     ),
     "dynamo_config dynamo_backend": COMPILE,
-    "*": "elsewhere: For the launcher or the training loop.",
+    "*": "elsewhere: Not about sharding, as far as shardkit knows.",
 }
 
 # --- transformers 4 and 5.23, TrainingArguments; axolotl 0.5 to 0.16 ------------------------------

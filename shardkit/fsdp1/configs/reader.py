@@ -159,7 +159,9 @@ class Config:
             self.problem(place, f"must be {row.kind.what}, got {value!r}", fix)
             return
         found[key] = parsed
-        answer = row.answer if isinstance(row.answer, str) else row.answer[parsed]
+        answer = row.answer
+        if not isinstance(answer, str):
+            answer = answer.get(parsed, "implied: None.")
         shown = " and ".join(parsed) if isinstance(parsed, tuple) else parsed
         self.notes.append(Note.of(place, value, answer.format(shown)))
 

@@ -149,7 +149,13 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
     )
     for fqn, own in wrapped.items():
         _check_own(fqn, own, strategy)
-    precisions = _precisions(model, wrapped, given)
+    classes = full_precision_classes(given.mixed_precision)
+    in_float32 = {fqn for fqn in wrapped if isinstance(model.get_submodule(fqn), classes)}
+    precisions = {"": given.mixed_precision}
+    for fqn, own in wrapped.items():
+        precisions[fqn] = own.get("mixed_precision", given.mixed_precision)
+        if fqn in in_float32:
+            precisions[fqn] = None
     left_alone = [
         fqn
         for fqn, param in tree.params.items()
@@ -157,6 +163,9 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
     ]
     units = {fqn: _settings(fqn, own, given, precisions) for fqn, own in wrapped.items()}
     units[""] = _settings("", {}, given, precisions)
+    for fqn in in_float32:
+        around = precisions[innermost(fqn.rpartition(".")[0], precisions)]
+        units[fqn]["mp_policy"] = _full_precision(around)
     plan = plan_from_units(
         tree, units, place.spec, ignored=left_alone, prefetch=int(given.forward_prefetch)
     )
@@ -205,18 +214,6 @@ def _check_own(fqn: str, own: Mapping[str, Any], strategy: fsdp.ShardingStrategy
         raise TranslationError(message("auto_wrap_policy", problem, rule, fix))
 
 
-def _precisions(
-    model: nn.Module, wrapped: Mapping[str, Mapping[str, Any]], given: Arguments
-) -> dict[str, fsdp.MixedPrecision | None]:
-    """Return the mixed precision of each wrapped module and the root; None is full precision."""
-    found = {"": given.mixed_precision}
-    for fqn, own in wrapped.items():
-        found[fqn] = own.get("mixed_precision", given.mixed_precision)
-        if isinstance(model.get_submodule(fqn), full_precision_classes(given.mixed_precision)):
-            found[fqn] = None
-    return found
-
-
 def _settings(
     fqn: str,
     own: Mapping[str, Any],
@@ -225,13 +222,10 @@ def _settings(
 ) -> Overrides:
     """Return the settings of the unit of a wrapped module, or of the root, ``""``."""
     strategy = parse_strategy(own.get("sharding_strategy", given.sharding_strategy))
-    policy = mp_policy_of(precisions[fqn], is_root=not fqn)
-    if fqn and precisions[fqn] is None and given.mixed_precision is not None:
-        policy = _full_precision(precisions[innermost(fqn.rpartition(".")[0], precisions)])
     return Overrides(
         # FSDP1 never reshards its root after forward, since backward needs it at once.
         reshard_after_forward=fqn != "" and strategy.name in RESHARDING,
-        mp_policy=policy,
+        mp_policy=mp_policy_of(precisions[fqn], is_root=not fqn),
         offload_policy=_offload_policy(own.get("cpu_offload", given.cpu_offload), given.device_id),
     )
 

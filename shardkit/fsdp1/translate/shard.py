@@ -128,10 +128,12 @@ def shard_translated(
             translation = decide()
             _check(model, translation)
             recorded = translation.param_init_fn is None and is_recorded(model)
+            poll.own = not recorded
             poll.same = _facts(model, translation, any_start)
         if not any_start and not translation.sync_module_states:
             check_same_start(model, translation.plan, groups, sync_module_states=False)
         mesh = (mesh_of or mesh_for)(translation)
+    recorded = not poll.any  # on all ranks: with sync_module_states the first may be real
     prepare = None if recorded else _UnitStates(model, translation, mesh)
     carry_out(model, translation.plan, mesh, before=prepare, after=after)
     if recorded:
@@ -219,6 +221,7 @@ class _UnitStates:
     def __call__(self, unit: ShardUnit) -> None:
         """Collective with ``sync_module_states``, else local."""
         groups = self._mesh.get_all_groups()
+        states: list[Tensor] = []
         params = {fqn: self._model.get_parameter(fqn) for fqn in unit.params}
         with together(groups, TranslationError, call="FullyShardedDataParallel") as poll:
             modules = list(self._modules(unit))
@@ -228,9 +231,14 @@ class _UnitStates:
                 params = {fqn: self._model.get_parameter(fqn) for fqn in unit.params}
             self._check_made(unit, modules, params)
             poll.same = {f"dtype of {fqn}": str(param.dtype) for fqn, param in params.items()}
-        if self._translation.sync_module_states:
-            states = [*self._buffers(unit), *params.values()]
-            broadcast_from_first(states, groups, self._mesh.device_type)
+            if self._translation.sync_module_states:
+                states = [*self._buffers(unit), *params.values()]
+            if any(state.is_meta for state in states):
+                raise TranslationError(
+                    f"sync_module_states cannot broadcast buffers of ignored modules in {unit.name}, "
+                    "which are on the meta device. Initialize ignored modules before sharding."
+                )
+        broadcast_from_first(states, groups, self._mesh.device_type)
 
     def _modules(self, unit: ShardUnit) -> Iterator[nn.Module]:
         """Yield the modules of the unit, breadth first as in FSDP1, without inner units."""

@@ -86,6 +86,13 @@ def test_each_strategy_of_version_1_keeps_its_mesh(key):
             assert (target.mesh, target.reshard_after_forward) == (mesh, reshard)
 
 
+@pytest.mark.parametrize(("value", "reshard"), [(True, True), ("false", False)])
+def test_version_1_also_reads_reshard_after_forward_as_a_switch(value, reshard):
+    """Which accelerate writes for version 2, and reads in both."""
+    target = read(accelerate(reshard_after_forward=value)).target
+    assert (target.mesh, target.reshard_after_forward) == (MeshSpec.sharded(16), reshard)
+
+
 def test_all_wrong_values_are_said_at_once():
     config = accelerate(sharding_strategy=6, offload_params="perhaps", min_num_params=-1) | {
         "mixed_precision": "int8"

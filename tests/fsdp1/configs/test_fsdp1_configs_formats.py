@@ -211,6 +211,15 @@ def test_versions_that_disagree_are_an_error():
         read(axolotl(fsdp_version=1, fsdp_config={"version": 2}))
 
 
+def test_axolotls_other_ranks_shard_so_their_number_must_be_known():
+    config = axolotl(
+        fsdp_version=2, dp_replicate_size=2, fsdp_config={"auto_wrap_policy": "NO_WRAP"}
+    )
+    assert read(config, 16).target.mesh == MeshSpec.hybrid(2, 8)
+    with pytest.raises(TranslationError, match="the number of ranks is given neither by"):
+        from_config(config, Decoder())
+
+
 # --- ROLL -----------------------------------------------------------------------------------------
 
 
@@ -230,6 +239,19 @@ def test_rolls_fsdp_size(size, mesh):
     assert read(roll(fsdp_size=size)).target.mesh == expected
     by_devices = roll({"device_mapping": "list(range(0,16))"}, fsdp_size=size)
     assert read(by_devices, None, None).target.mesh == expected
+
+
+def test_roll_may_be_the_configuration_of_a_strategy_alone():
+    config = {
+        "fsdp_size": 8,
+        "param_dtype": "float32",
+        "reshard_after_forward": False,
+        "wrap_policy": {"transformer_layer_cls_to_wrap": "Block"},
+    }
+    whole, alone = read(roll(**config)), read(config)
+    assert alone.target == whole.target
+    assert alone.target.precision.param is FP32
+    assert {note.support for note in alone.notes} == {"mapped"}
 
 
 def test_rolls_wrong_values():

@@ -85,6 +85,16 @@ def test_every_key_is_answered_for_once(name, data):
     assert translation.plan.mesh.size <= 16  # fewer where other axes share the ranks
 
 
+@pytest.mark.parametrize("name", START)
+def test_a_key_that_is_null_is_as_if_it_was_not_there(name):
+    without = read_config(START[name], Ranks(16, 8), format=name)
+    for section in ("", *SECTIONS.get(name, ("fsdp_config",))):
+        for key in NAMES:
+            config = {section: {key: None}} if section else {key: None}
+            reading = read_config(config | START[name], Ranks(16, 8), format=name)
+            assert reading.target == without.target, (section, key)
+
+
 class Model(Decoder):
     """With the names that transformers' models have."""
 

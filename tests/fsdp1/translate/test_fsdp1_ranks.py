@@ -235,6 +235,26 @@ def test_a_recorded_model_gets_the_values_of_its_construction():
         assert_states(model, expected)
 
 
+@distributed(world_size=4, backend="gloo")
+def test_a_recorded_model_gets_the_values_of_the_first_rank_that_is_real():
+    def build():
+        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+    expected = states(build())
+    if dist.get_rank() == 0:
+        model = build()
+        model.load_state_dict(expected)
+    else:
+        with init_on_meta():
+            model = build()
+    shard_like_fsdp1(model, sync_module_states=True, auto_wrap_policy={nn.Linear})
+    from_first = {}
+    for name, state in expected.items():
+        from_first[name] = state.clone()
+        dist.broadcast(from_first[name], 0)
+    assert_states(model, from_first)
+
+
 # Errors.
 
 
@@ -300,3 +320,16 @@ def test_an_initializer_that_fails_or_is_missing_is_an_error_on_all():
     before = snapshot(third)
     fails(TranslationError, "has no reset_parameters", third)
     assert snapshot(third) == before
+
+
+@distributed(world_size=2, backend="gloo")
+def test_buffers_on_meta_of_ignored_modules_cannot_be_broadcast():
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    fails(
+        TranslationError,
+        "cannot broadcast buffers of ignored modules",
+        model,
+        sync_module_states=True,
+        ignored_modules=[model[1]],
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
+    MixedPrecisionPolicy,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -47,11 +49,14 @@ def test_the_table_has_every_argument_and_field_of_fsdp1_and_so_has_the_page():
     for name, kind in (("mixed_precision", MixedPrecision), ("cpu_offload", CPUOffload)):
         expected |= {f"{name}.{field.name}" for field in dataclasses.fields(kind)}
     assert set(ROWS) == expected | {"ranks_per_node", "world_size"}
-    text = PAGE.read_text()
-    assert all(
-        f"| `{name}` |" in text for name in (*ROWS, *(each.name for each in ShardingStrategy))
-    )
     assert {answer.partition(": ")[0] for answer in ROWS.values()} <= SUPPORT.keys()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE))
+    for name, answer in ROWS.items():
+        assert rows[name] == answer.partition(": ")[0], name
+    assert all(rows[strategy.name] == "mapped" for strategy in ShardingStrategy)
+    methods = set(vars(FullyShardedDataParallel)) - set(vars(nn.Module))
+    for name in methods | {"named_parameters", "state_dict", "load_state_dict"}:
+        assert name.startswith("_") or f"`{name}`" in PAGE.read_text(), name
 
 
 def test_the_arguments_are_fsdp1s_with_its_defaults():
@@ -239,6 +244,24 @@ def test_cpu_offload_pins_only_for_an_accelerator():
         ]
         assert isinstance(unit.offload_policy, CPUOffloadPolicy)
         assert unit.offload_policy.pin_memory == torch.accelerator.is_available()
+
+
+def test_a_module_without_mixed_precision_casts_nothing_as_in_fsdp1():
+    """Outputs are cast back for ``_module_classes_to_ignore`` only, BatchNorm as a rule."""
+    policy = CustomPolicy(
+        lambda module: {"mixed_precision": None} if isinstance(module, Block) else False
+    )
+    plan = translate_fsdp1(
+        Decoder(), auto_wrap_policy=policy, mixed_precision=MixedPrecision(BF16)
+    ).plan
+    blocks = [unit for unit in plan.units if unit.name.startswith("layers.")]
+    assert [unit.mp_policy for unit in blocks] == [MixedPrecisionPolicy()] * 3
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    plan = translate_fsdp1(
+        model, auto_wrap_policy={nn.Linear}, mixed_precision=MixedPrecision(BF16)
+    ).plan
+    policies = {unit.name: unit.mp_policy for unit in plan.units}
+    assert policies["1"] == MixedPrecisionPolicy(F32, F32, output_dtype=BF16)
 
 
 def test_what_a_custom_policy_cannot_have_alone_is_refused():
