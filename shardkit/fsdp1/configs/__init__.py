@@ -38,11 +38,7 @@ class Reading:
     format: str
     target: Target
     notes: tuple[Note, ...]
-
-    @property
-    def refused(self) -> tuple[Note, ...]:
-        """Return the notes on what FSDP2 cannot do."""
-        return tuple(note for note in self.notes if note.support == "refused")
+    refused: list[Note]
 
 
 def from_config(
@@ -103,7 +99,8 @@ def read_config(
     read = Config(values)
     target = FORMATS[name](read, _ranks_that_run(ranks))
     notes = read.finish()
-    return Reading(name, target, (*notes, _WHOLE) if target.wrap.by == "root" else notes)
+    refused = [note for note in notes if note.support == "refused"]
+    return Reading(name, target, (*notes, _WHOLE) if target.wrap.by == "root" else notes, refused)
 
 
 def _ranks_that_run(ranks: Ranks) -> Ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -75,17 +76,13 @@ def read_axolotl(config: Config, ranks: Ranks) -> Target:
     if values["tiled_mlp"] and not tiles:
         why = "Without tiled_mlp_num_shards it depends on the sequence. Set it."
         config.answer("tiled_mlp", f"refused: {why}")
-    all_the_rest_shard = bool(sizes) and "dp_shard" not in sizes
-    if all_the_rest_shard and ranks.world_size is not None:
-        others = 1
-        for size in sizes.values():
-            others *= size
-        sizes["dp_shard"] = max(1, ranks.world_size // others)
+    rest_shards = "dp_shard" not in sizes
+    if rest_shards and sizes and ranks.world_size is not None:
+        sizes["dp_shard"] = max(1, ranks.world_size // math.prod(sizes.values()))
     target = _on_axes(config, version, ranks, sizes)
-    if all_the_rest_shard and ranks.world_size is None:
-        target = replace(target, mesh=None)
     target = replace(
         target,
+        mesh=None if rest_shards and ranks.world_size is None else target.mesh,
         precision=_amp(values, version),
         offload="offload" in words,
         tiles=max(1, tiles) if values["tiled_mlp"] else 1,

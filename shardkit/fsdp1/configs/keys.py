@@ -93,24 +93,21 @@ FSDP_1: Table = {
     ),
     "backward_prefetch backward_prefetch_policy": "noted: FSDP2 prefetches like BACKWARD_PRE.",
 }
+_READS = "noted: Version 2 reads reshard_after_forward."
+_IGNORES = "refused: Version 2 ignores it. Set fsdp_version: 1, or the sizes of a mesh."
+_STRATEGIES_2 = {
+    "FULL_SHARD": _READS,
+    "SHARD_GRAD_OP": _READS,
+    "NO_SHARD": _IGNORES,
+    "HYBRID_SHARD": _IGNORES,
+    "HYBRID_SHARD_ZERO2": _IGNORES,
+}
 FSDP_2: Table = {
     **FSDP,
     "reshard_after_forward": Key(
         BOOLEAN, "mapped: reshard_after_forward={}, in all units but the root.", True
     ),
-    "sharding_strategy": Key(
-        choice(
-            ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
-            numbered=True,
-        ),
-        dict.fromkeys(
-            ("FULL_SHARD", "SHARD_GRAD_OP"), "noted: Version 2 reads reshard_after_forward."
-        )
-        | dict.fromkeys(
-            ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
-            "refused: Version 2 ignores it. Set fsdp_version: 1, or the sizes of a mesh.",
-        ),
-    ),
+    "sharding_strategy": Key(choice(_STRATEGIES_2, numbered=True), _STRATEGIES_2),
     "cpu_offload_pin_memory": switch(_PINNED, "mapped: Shards are not pinned.", default=True),
     "forward_prefetch": switch("refused: Version 2 has no such key: pass prefetch=1 yourself."),
     "backward_prefetch backward_prefetch_policy limit_all_gathers use_orig_params "
@@ -175,11 +172,12 @@ def _words(value: object) -> tuple[str, ...] | None:
 
 
 WORDS = Kind("true, or words such as full_shard auto_wrap", "true", _words)
+_DEPENDS = "noted: auto and full depend on the GPU; bf16 is assumed."
 _AMP = {
     True: "mapped: MixedPrecisionPolicy with this dtype.",
     False: "mapped: Off.",
-    "full": "noted: auto and full depend on the GPU; bf16 is assumed.",
-    "auto": "noted: auto and full depend on the GPU; bf16 is assumed.",
+    "full": _DEPENDS,
+    "auto": _DEPENDS,
 }
 
 

@@ -104,8 +104,7 @@ def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Rank
     if target.checkpoint_activations:  # which is no argument of FSDP1
         units = []
         for unit in plan.units:
-            modules = [model.get_submodule(fqn) for fqn in unit.modules if fqn]
-            is_block = any(next(module.children(), None) is not None for module in modules)
+            is_block = any([*model.get_submodule(fqn).children()] for fqn in unit.modules if fqn)
             units.append(replace(unit, checkpoint_activations=is_block))
         plan = replace(plan, units=tuple(units))
     return replace(translation, plan=plan, notes=notes)

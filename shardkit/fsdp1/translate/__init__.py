@@ -161,8 +161,9 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
         for fqn, param in tree.params.items()
         if param in params or fqn.startswith(tuple(f"{module}." for module in apart))
     ]
-    units = {fqn: _settings(fqn, own, given, precisions) for fqn, own in wrapped.items()}
-    units[""] = _settings("", {}, given, precisions)
+    units = {}
+    for fqn, own in [*wrapped.items(), ("", {})]:
+        units[fqn] = _settings(fqn, own, given, precisions)
     for fqn in in_float32:
         around = precisions[innermost(fqn.rpartition(".")[0], precisions)]
         units[fqn]["mp_policy"] = _full_precision(around)

@@ -134,9 +134,6 @@ def _units(
         return "noted: the root is the only unit, so the whole model is gathered at once"
     classes = {type(model.get_submodule(fqn)).__name__: None for fqn in wrapped}
     text = f"{len(wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
-    own = {name: None for arguments in wrapped.values() for name in arguments}
-    if own:
-        text += f", some with their own {listing(own)}"
     if plan.notes:
         return f"noted: {text}; the plan's notes list the differences"
     return f"mapped: {text}"
