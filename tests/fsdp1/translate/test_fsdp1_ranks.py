@@ -255,6 +255,14 @@ def test_a_recorded_model_gets_the_values_of_the_first_rank_that_is_real():
     assert_states(model, from_first)
 
 
+@distributed(world_size=2, backend="gloo")
+def test_the_code_of_a_translation_broadcasts_the_values_of_the_first_rank():
+    translation = translate_fsdp1(Decoder(), sync_module_states=True, **BLOCKS)
+    model = built(float(dist.get_rank()))
+    exec(compile(translation.to_python(), "translated", "exec"), {"model": model})
+    assert_states(model, states(built(0.0)))
+
+
 # Errors.
 
 

@@ -264,6 +264,22 @@ def test_a_module_without_mixed_precision_casts_nothing_as_in_fsdp1():
     assert policies["1"] == MixedPrecisionPolicy(F32, F32, output_dtype=BF16)
 
 
+def test_code_broadcasts_once_the_device_is_chosen_and_a_plan_says_that_it_does_not():
+    """``init_device_mesh`` makes the process group, and gives each rank its device."""
+    translation = translate_fsdp1(Decoder(), sync_module_states=True, world_size=2)
+    code = translation.to_python()
+    steps = [
+        "mesh = init_device_mesh(",
+        ".to(device_type)",
+        "dist.broadcast(",
+        "fully_shard(model,",
+    ]
+    assert sorted(steps, key=code.index) == steps
+    plan = translation.plan.to_python()
+    assert "dist.broadcast(" not in plan
+    assert "# note: the first rank's parameters and buffers are broadcast before sharding" in plan
+
+
 def test_what_a_custom_policy_cannot_have_alone_is_refused():
     for own, match in (
         ({"device_id": 1}, "sets device_id for embed alone"),
