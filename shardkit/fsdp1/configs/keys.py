@@ -26,16 +26,11 @@ from shardkit.fsdp1.translate.strategy import parse_strategy
 # --- fsdp_config: accelerate 0.12 to 1.15, FullyShardedDataParallelPlugin; transformers; axolotl --
 
 VERSION = Key(choice("12"), "mapped: The FSDP version by which the other keys are read.")
-
-
-def _strategy(value: object) -> object:
-    text = str(value).lower()
-    if text in ("true", "false"):  # accelerate's default of reshard_after_forward, in version 1 too
-        value = "FULL_SHARD" if text == "true" else "SHARD_GRAD_OP"
-    return parse_strategy(value)
-
-
-STRATEGY = Kind("a sharding strategy, its number, true or false", "FULL_SHARD", _strategy)
+STRATEGY = Kind(  # as accelerate, which refuses a switch in version 1
+    "a sharding strategy or its number (true and false need fsdp_version: 2)",
+    "FULL_SHARD",
+    parse_strategy,
+)
 POLICIES = {
     "TRANSFORMER_BASED_WRAP": "mapped: A unit of each module of the classes that are named, or "
     "that the model lists in _no_split_modules.",

@@ -86,11 +86,14 @@ def test_each_strategy_of_version_1_keeps_its_mesh(key):
             assert (target.mesh, target.reshard_after_forward) == (mesh, reshard)
 
 
-@pytest.mark.parametrize(("value", "reshard"), [(True, True), ("false", False)])
-def test_version_1_also_reads_reshard_after_forward_as_a_switch(value, reshard):
-    """Which accelerate writes for version 2, and reads in both."""
-    target = read(accelerate(reshard_after_forward=value)).target
-    assert (target.mesh, target.reshard_after_forward) == (MeshSpec.sharded(16), reshard)
+@pytest.mark.parametrize("value", [True, "false"])
+def test_reshard_after_forward_as_a_switch_is_version_2s(value):
+    """As accelerate, which raises for it in version 1."""
+    config = accelerate(reshard_after_forward=value)
+    with pytest.raises(TranslationError, match=r"true and false need fsdp_version: 2\), got"):
+        read(config)
+    config["fsdp_config"]["fsdp_version"] = 2
+    assert read(config).target.reshard_after_forward is (value is True)
 
 
 def test_all_wrong_values_are_said_at_once():
