@@ -105,6 +105,12 @@ def in_backward() -> bool:
 tree_leaves = torch.utils._pytree.tree_leaves
 tree_map = torch.utils._pytree.tree_map
 
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors among arguments or outputs of any structure, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 # memory: tensors with shapes but no data; torch documents them and exports no public name (2.13 to
 # 2.15).
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode

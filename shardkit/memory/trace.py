@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import FakeTensor, real_tensors
-from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
+from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tensors_of, tree_map
 from shardkit.activations import checkpointed
 from shardkit.errors import PlanError
 from shardkit.plan import ShardingPlan, ShardUnit
@@ -330,11 +330,6 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return tree if dtype is None else tree_map(cast, tree)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors among arguments or outputs of any structure, in order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # The model on fake tensors.

@@ -16,9 +16,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from shardkit._torch import dispatch, has_own_dispatch, is_wrapper
+from shardkit._torch.dispatch import tensors_of, tree_map
 from shardkit.errors import ShardkitError
 from shardkit.meta.replay import evaluate
-from shardkit.meta.tape import Op, Stream, Tape, View, map_leaves, open_tape, tensors_of
+from shardkit.meta.tape import Op, Stream, Tape, View, open_tape
 from shardkit.shards import local_value
 
 aten = torch.ops.aten
@@ -174,7 +175,7 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_random: bool
     ) -> Any:
         _refuse_real_writes(func, args, kwargs)
-        args, kwargs = map_leaves(self._on_meta, (args, kwargs))
+        args, kwargs = tree_map(self._on_meta, (args, kwargs))
         kwargs.pop("device", None)
         kwargs.pop("pin_memory", None)
         if dispatch.has_tag(func, "data_dependent_output"):  # item(), equal(): what comes next
@@ -198,7 +199,7 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _EMPTY:
             return Op()
         given = args, kwargs
-        args, kwargs = map_leaves(self._as_view, given)
+        args, kwargs = tree_map(self._as_view, given)
         op = Op(func, args, kwargs, default_dtype=torch.get_default_dtype())
         op.on_device = "device" in _argument_names(func)
         looks_at_sizes = name.endswith("_like") or name.startswith("new_")
@@ -279,11 +280,11 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The shapes follow from values: compute the call for real, once, and keep the shapes.
         with torch.random.fork_rng(devices=[]):
             out = self._run_on_values(func, args, kwargs)
-        return map_leaves(lambda leaf: _meta_like(leaf) if isinstance(leaf, Tensor) else leaf, out)
+        return tree_map(lambda leaf: _meta_like(leaf) if isinstance(leaf, Tensor) else leaf, out)
 
     def _run_on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call for real, on the values that its meta tensors have at this point."""
-        args, kwargs = map_leaves(
+        args, kwargs = tree_map(
             lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
         return func(*args, **kwargs)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from shardkit._torch import dispatch
-from shardkit.meta.tape import Op, Tape, View, map_leaves, tensors_of, view_of
+from shardkit._torch.dispatch import tensors_of, tree_map
+from shardkit.meta.tape import Op, Tape, View, view_of
 
 
 class Final(NamedTuple):
@@ -149,7 +150,7 @@ class Player:
                 name,
                 before,
                 op.default_dtype,
-                *map_leaves(plain, (op.args, op.kwargs, op.outs)),
+                *tree_map(plain, (op.args, op.kwargs, op.outs)),
             )
             construction.update(repr(call).encode())
             if op.value is not None:
@@ -199,7 +200,7 @@ class Player:
             return
         if torch.get_default_dtype() != op.default_dtype:
             torch.set_default_dtype(op.default_dtype)
-        args, kwargs = map_leaves(self._real, (op.args, op.kwargs))
+        args, kwargs = tree_map(self._real, (op.args, op.kwargs))
         if op.on_device:
             kwargs["device"] = self.device
         results = tensors_of(op.func(*args, **kwargs))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,29 +176,3 @@ def view_of(tensor: Tensor, number: int) -> View:
     return View(
         number, size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg()
     )
-
-
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``fn`` to every leaf of nested lists, tuples and dicts: the only containers in aten
-    calls.
-    """
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_leaves(fn, item) for item in tree)
-    if isinstance(tree, dict):
-        return {key: map_leaves(fn, item) for key, item in tree.items()}
-    return fn(tree)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors among the leaves, in order."""
-    return list(_tensors(tree))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, Tensor):
-        yield tree
