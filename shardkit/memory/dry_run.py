@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardkit._torch.dispatch import TorchDispatchMode, tensors_of, tree_leaves
+from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.trace import hook_unit, on_fake_tensors
+from shardkit.memory.trace import hook_unit, on_fake_tensors, tensors_of
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 

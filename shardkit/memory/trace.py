@@ -25,7 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import FakeTensor, real_tensors
-from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tensors_of, tree_map
+from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tree_map
+from shardkit._torch.dispatch import tensors_of as tensors_of
 from shardkit.activations import checkpointed
 from shardkit.errors import PlanError
 from shardkit.plan import ShardingPlan, ShardUnit

@@ -163,18 +163,22 @@ def assert_same_on_all_ranks(
     kind = f"{type(value).__name__} of {whole.dtype} and shape {tuple(whole.shape)}"
     bits = whole.detach().cpu().flatten().clone().view(torch.uint8)  # float8 cannot be pickled
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (kind, bits), group)
+    dist.all_gather_object(found, (kind, whole.dtype, bits), group)
+    first, dtype, expected = found[0]
     different = []
-    for rank, (other, others) in zip(
-        dist.get_process_group_ranks(group or dist.group.WORLD), found, strict=True
-    ):
-        if other != found[0][0]:
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    for rank, (other, _, others) in zip(ranks, found, strict=True):
+        if other != first:
             different.append(f"rank {rank} has a {other}")
-        elif not torch.equal(others, found[0][1]):
-            bytes_off = int((others != found[0][1]).sum())
-            different.append(f"rank {rank} differs in {bytes_off} bytes")
+        elif not torch.equal(others, expected):
+            wrong = (others != expected).view(-1, dtype.itemsize).any(1).nonzero().flatten()
+            at = int(wrong[0])
+            different.append(
+                f"rank {rank} differs in {len(wrong)} of its elements, the first at {at}: "
+                f"{others.view(dtype)[at]} against {expected.view(dtype)[at]}"
+            )
     if different:
         raise AssertionError(
             f"assert_same_on_all_ranks found that {listing(different)}. All ranks must hold what "
-            f"the first holds, a {found[0][0]}."
+            f"the first holds, a {first}."
         )
