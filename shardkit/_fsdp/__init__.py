@@ -19,10 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import missing_name, torch_version, units_of
-
-if torch_version() < (2, 13):
-    import shardkit._fsdp.before_2_13  # noqa: F401
+from shardkit._torch import missing_name, units_of
 
 # torch.compiler.disable imports the whole compiler where it decorates, which takes seconds and an
 # optional package (hypothesis); this one, made for torch's own modules, does so at the first call
@@ -48,7 +45,6 @@ class FSDPUnit(Protocol):
     reduce_grads: bool
     all_reduce_grads: bool
     gradient_divide_factor: float | None  # None: the number of ranks
-    reduce_scatter_unused_params: bool
     unshard: Callable[..., Any]
     post_backward: Callable[..., None]
     # called for each unit below the root when a backward ends
@@ -66,7 +62,7 @@ def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
     return units
 
 
-def states_of(modules: Iterable[nn.Module]) -> list[Any]:
+def states_of(modules: Iterable[object]) -> list[Any]:
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     # fully_shard([a, b]): one for both
     return list(dict.fromkeys(module._get_fsdp_state() for module in sharded))

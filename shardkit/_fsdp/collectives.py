@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 
-from shardkit._fsdp import FSDPUnit
+from shardkit._fsdp import FSDPUnit, gathered, not_compiled, states_of
 from shardkit._torch import units_of
 
 
@@ -135,3 +135,40 @@ def which_train(units: Iterable[FSDPUnit]) -> list[bool]:
 
 
 apply_to_tensors = _apply_to_tensors  # replaces tensors in the containers in which FSDP2 finds them
+
+
+def reduce_unused(modules: Iterable[object], beside_used: bool = False) -> None:
+    """Reduce zeros for trainable parameters without a gradient in the units of FSDP modules. Local,
+    in place.
+
+    Ranks that use different parameters of a unit would otherwise reduce different ones.
+    ``beside_used`` leaves out units in which no parameter has a gradient, as FSDP1 did, because
+    optimizers apply weight decay and momentum to zeros. torch's own
+    ``set_reduce_scatter_unused_params`` does not, and is not in torch 2.11 and 2.12.
+    """
+    for state in states_of(modules):
+        for unit in units_of(state):
+            is_set = getattr(unit.post_backward, "func", None) is _post_backward  # an inner model's
+            if not is_set:
+                unit.post_backward = partial(_post_backward, unit, unit.post_backward, beside_used)
+
+
+@not_compiled
+def _post_backward(
+    unit: FSDPUnit, original: Callable[[], None], beside_used: bool, *_: object
+) -> None:
+    if unit.reduce_grads and (not beside_used or any(map(has_gradient, unit.fsdp_params))):
+        for param in unit.fsdp_params:
+            unsharded = gathered(param)
+            if unsharded is not None and unsharded.requires_grad and not has_gradient(param):
+                unsharded.grad = torch.zeros_like(unsharded)
+    original()
+
+
+def has_gradient(param: Any) -> bool:
+    """Return whether one of a unit's ``fsdp_params`` has a gradient that is not reduced. Local,
+    pure.
+    """
+    if not hasattr(param, "_unsharded_param"):
+        return False
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None

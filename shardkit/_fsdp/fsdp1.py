@@ -6,14 +6,13 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
+from shardkit._fsdp import fsdp_units
 
 # What torch.distributed.checkpoint.state_dict asks for each of FSDP1's modules: None where it is
 # none (torch 2.13).
@@ -115,36 +114,6 @@ def asked_by_checkpoint() -> bool:
     ):
         frame = frame.f_back
     return frame is not None
-
-
-def reduce_unused_beside_used(model: nn.Module) -> None:
-    """Reduce zeros for parameters without a gradient if another one of their unit has one, as in
-    FSDP1. Local.
-
-    torch's ``set_reduce_scatter_unused_params`` also gives zeros to units that no backward reached,
-    where FSDP1 left None; optimizers then apply weight decay and momentum to them.
-    """
-    for unit in fsdp_units(model):
-        if (
-            getattr(unit.post_backward, "func", None) is not _post_backward
-        ):  # set already for an inner model
-            unit.post_backward = partial(_post_backward, unit, unit.post_backward)
-
-
-@not_compiled
-def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
-    # torch 2.13 reads it next
-    unit.reduce_scatter_unused_params = any(map(has_gradient, unit.fsdp_params))
-    original()
-
-
-def has_gradient(param: Any) -> bool:
-    """Return whether one of a unit's ``fsdp_params`` has a gradient that is not reduced. Local,
-    pure.
-    """
-    if not hasattr(param, "_unsharded_param"):
-        return False
-    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
 
 
 def is_sharded_tensor(tensor: object) -> bool:

@@ -36,7 +36,7 @@ from shardkit._fsdp import (
     slot_of,
     states_of,
 )
-from shardkit._fsdp.fsdp1 import has_gradient
+from shardkit._fsdp.collectives import has_gradient
 from shardkit._fsdp.states import drop_unreduced_gradients
 from shardkit._torch import has_own_dispatch, units_of
 

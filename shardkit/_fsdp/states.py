@@ -93,7 +93,12 @@ def reset_iteration(root: FSDPModule) -> None:
         if param.grad_offload_event is not None:
             param.grad_offload_event.synchronize()
             param.grad_offload_event = None
-    root.reset_iter_state()
+    if hasattr(root, "reset_iter_state"):  # since torch 2.13
+        root.reset_iter_state()
+    else:
+        from shardkit._fsdp.before_2_13 import reset_iter_state
+
+        reset_iter_state(root)
 
 
 def drop_unreduced_gradients(unit: FSDPUnit, params: Iterable[Any] | None = None) -> None:

@@ -41,6 +41,7 @@ from shardkit._fsdp.collectives import (
     is_root,
     modules_of,
     pass_through,
+    reduce_unused,
     trained_parameters,
     which_train,
 )
@@ -120,8 +121,8 @@ def watch_calls(callers: Sequence[SkippableUnit]) -> None:
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 if unit.within:
                     module.register_forward_hook(functools.partial(_after_call, caller))
-    for unit in units:  # else the sizes of a reduction would differ between ranks
-        unit.module.set_reduce_scatter_unused_params(True, recurse=False)
+    # else the sizes of a reduction would differ between ranks
+    reduce_unused(unit.module for unit in units)
 
 
 def in_order(module: nn.Module) -> Callable[..., Any]:

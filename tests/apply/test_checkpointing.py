@@ -117,6 +117,30 @@ def test_what_each_policy_recomputes() -> None:
     )
 
 
+class Gated(nn.Module):
+    """Three products of one shape, so that every other one is another product the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.q(x)) * torch.tanh(self.k(x)) * torch.tanh(self.v(x))
+
+
+@distributed(world_size=2)
+def test_selective_of_an_odd_number_of_products() -> None:
+    """torch 2.11 and 2.12 ask the policy again in the recomputation."""
+    grads = []
+    for policy in (False, "selective"):
+        torch.manual_seed(0)
+        model = shard_model(nn.Sequential(Gated(), Gated()), checkpoint_activations=policy)
+        for x in torch.arange(80.0).view(2, 5, 8).sin():
+            model(x).square().mean().backward()
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
 @torch.library.custom_op("shardkit::attention", mutates_args=())
 def attention(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
     """Draws random numbers inside of one operator, as attention on a GPU does."""

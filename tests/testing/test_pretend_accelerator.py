@@ -218,6 +218,24 @@ def check_steps() -> None:
             assert kept == ({"pretend"} if options else {"cpu", "pretend"}), name
 
 
+def check_steps_in_backward_of_offloaded_gradients() -> None:
+    """torch 2.11 and 2.12 call a gradient's hook while its copy to pinned memory is under way."""
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    with pretend_accelerator():
+        after = sharded("cpu", "pretend", offload_policy=OFFLOADED["pinned"])
+        within = sharded("cpu", "pretend", offload_policy=OFFLOADED["pinned"])
+        start = copy.deepcopy(plain(list(after.parameters())))
+        optimizer = sgd(after.parameters())
+        stepper = shardkit.optimizer_in_backward(within, sgd)
+        loss_of(after, "pretend").backward()
+        optimizer.step()
+        loss_of(within, "pretend").backward()
+        stepper.step()
+        end = plain(list(after.parameters()))
+        assert not all(map(torch.equal, start, end))
+        assert all(map(torch.equal, plain(list(within.parameters())), end))
+
+
 def check_host_syncs() -> None:
     with pretend_accelerator() as accelerator:
         model, optimizer = trained({}, build=partial(net, scalar=True))
@@ -389,6 +407,7 @@ def check_sleep() -> None:
     "check",
     [
         check_steps,
+        check_steps_in_backward_of_offloaded_gradients,
         check_host_syncs,
         check_averages,
         check_first_operation,

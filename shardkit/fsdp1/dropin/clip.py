@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit._fsdp.fsdp1 import has_gradient
+from shardkit._fsdp.collectives import has_gradient
 from shardkit._fsdp.plain import layout_of, plain_units
 from shardkit.errors import ShardkitError
 

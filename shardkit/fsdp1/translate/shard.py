@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp.fsdp1 import reduce_unused_beside_used
+from shardkit._fsdp.collectives import reduce_unused
 from shardkit._torch import real_tensors
 from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
@@ -138,7 +138,7 @@ def shard_translated(
     carry_out(model, translation.plan, mesh, before=prepare, after=after)
     if recorded:
         materialize(model)
-    reduce_unused_beside_used(model)
+    reduce_unused(model.modules(), beside_used=True)
     return translation, mesh
 
 
