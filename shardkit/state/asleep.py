@@ -134,10 +134,9 @@ def wake(
             for other, other_bed in _beds.items():  # such as a part
                 if unit in other_bed.units:
                     unit.unshard = functools.partial(refuse_asleep, other)
-        for module in holder.modules() if isinstance(holder, nn.Module) else ():
-            if isinstance(module, FSDPModule):
+            for module in unit.modules:
                 # The next all-gather would wait for this event only, and not for these copies.
-                module.set_post_optim_event(None)  # type: ignore[arg-type]
+                cast(FSDPModule, module).set_post_optim_event(None)  # type: ignore[arg-type]
 
 
 def _holders(model: nn.Module | None, optimizer: Any) -> list[nn.Module | Optimizer]:

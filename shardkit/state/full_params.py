@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardkit import _fsdp
 from shardkit._fsdp.states import without_hooks
@@ -109,12 +110,10 @@ def _gathered(
             "in use. Call it before the forward or after backward."
         )
     own = None if recurse else set(_fsdp.own_parameters(model))
-    names = {
-        param: name
-        for param, name in parameter_names(model).items()
-        if hasattr(param, "device_mesh")
-    }
-    names = {param: name for param, name in names.items() if own is None or param in own}
+    names: dict[nn.Parameter, str] = {}
+    for param, name in parameter_names(model).items():
+        if isinstance(param, DTensor) and (own is None or param in own):
+            names[param] = name
     check_awake(names)
     refuse_meta((name, param) for param, name in names.items())
     return names, {param: param.grad for param in names if with_grads and param.grad is not None}
