@@ -33,6 +33,7 @@ from shardkit._fsdp import (
     not_compiled,
     post_accumulate_hooks,
     set_post_accumulate_hooks,
+    share_attributes,
     slot_of,
     states_of,
 )
@@ -211,6 +212,7 @@ class PlainShard(FSDPParam):
         self.has_changed = True
         if hasattr(self, "_unsharded_param"):  # FSDP2 makes it once, at the first forward
             del self._unsharded_param
+            share_attributes(self)
             self.all_gather_outputs = []
         self.copy_in(self.plain.detach())
 

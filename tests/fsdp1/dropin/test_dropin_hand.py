@@ -203,6 +203,26 @@ def test_hooks_and_attributes_from_before_the_wrap_stay(device):
         assert not param.numel() or not torch.equal(old, param)
 
 
+class Gained(nn.Linear):
+    """Reads an attribute of its parameter in forward."""
+
+    def forward(self, x):
+        return super().forward(x) * self.weight.gain
+
+
+def test_attributes_are_read_in_forward_after_a_conversion_too():
+    with fake_world(1):
+        module = Gained(4, 4)
+        module.weight.gain = 2.0
+        module.weight.data.fill_(1.0)
+        module.bias.data.zero_()
+        model = FSDP(module)
+        for gain, dtype in ((2.0, torch.float32), (2.0, torch.float64), (3.0, torch.float64)):
+            next(model.parameters()).gain = gain
+            output = model.to(dtype)(torch.ones(1, 4, dtype=dtype))
+            assert torch.equal(output, torch.full((1, 4), 4 * gain, dtype=dtype))
+
+
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_a_model_that_nothing_holds_is_freed(is_trained):
     with fake_world(2):
