@@ -1,63 +1,81 @@
-"""Run one forward on fake tensors, and find parameters that are used while their unit is not
-gathered.
+"""Run one forward on fake tensors, and find what FSDP2 would do wrongly: parameters that are used
+while their unit is not gathered, and inputs that a unit changes for others.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
-from shardkit.errors import PlanError, listing, message
+from shardkit.errors import PlanError, listing
 from shardkit.memory.trace import hook_unit, on_fake_tensors, tensors_of
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
+
+logger = logging.getLogger("shardkit")
+
+# Why FSDP2 would train a unit wrongly.
+OUTSIDE = "parameters are used outside of it"
+FILLED = "it writes into lists or dicts of its caller, and FSDP2 passes it copies"
+FREED = "it frees its inputs until backward restores them, and FSDP2 passes it views"
 
 
 def plan_checked(
     tree: ModelTree, build: Callable[[], ShardingPlan], batch: Any, *, by_default: bool
 ) -> ShardingPlan:
-    """Return the plan of ``build()``, checked by one forward: each unit has what it uses. Local.
+    """Return the plan of ``build()``, checked by one forward on fake tensors. Local.
 
-    A unit of the default rule whose parameters are used outside of it is left out, with a note; in
-    rules of the user's it is an error. Pure, except that the tree keeps which modules those are.
+    A unit of the default rule that FSDP2 would train wrongly is left out, with a note; in rules of
+    the user's it is an error. Pure, except that the tree keeps which modules those are.
     """
     notes: list[str] = []
     plan = build()
     uses = dry_run(tree.root.module, plan, batch)
-    while uses.outside:
-        wrong = [unit for unit in plan.units if unit.name in uses.outside]
-        found = {tree.node(fqn) for unit in wrong for fqn in unit.modules}
-        if not by_default or all(node.used_uncalled for node in found):
-            raise PlanError("\n".join(_problem(u.name, uses.outside[u.name]) for u in wrong))
-        for node in found:
-            node.used_uncalled = True
-        reads = []
-        for unit in wrong:
-            fqn, where = next(iter(uses.outside[unit.name].items()))
-            reads.append(f"{fqn} in {where}")
-        notes.append(
-            f"{listing((unit.name for unit in wrong), 4)}: not a unit, because parameters are used "
-            f"outside of it: {listing(reads, 4)}"
-        )
+    while uses.wrong:
+        wrong = {name for units in uses.wrong.values() for name in units}
+        modules = {tree.node(fqn) for u in plan.units if u.name in wrong for fqn in u.modules}
+        problems = []
+        for reason, units in uses.wrong.items():
+            first = dict.fromkeys(next(iter(details)) for details in units.values())
+            notes.append(f"{listing(units, 4)}: not a unit, because {reason}: {listing(first, 4)}")
+            for name, details in units.items():
+                problems.append(
+                    f"{name} cannot be a unit, because {reason}: {listing(details)}. Leave {name} "
+                    "out of units=, so that an outer unit gathers it, or change the forward."
+                )
+        if not by_default or all(node.is_no_unit for node in modules):
+            raise PlanError("\n".join(problems))
+        for node in modules:
+            node.is_no_unit = True
         plan = build()
         uses = dry_run(tree.root.module, plan, batch)
 
     idle = [unit.name for unit in plan.units if unit.name not in uses.called]
     if idle:
         notes.append(f"{listing(idle, 4)}: not called in the forward of example_batch")
+    lost = []
     if uses.written:
-        fix = "make it a buffer (docs/kinds-of-models.md)"
-        notes.append(
-            f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}"
+        lost.append(
+            f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, and backward "
+            "computes wrong gradients with the old values; make it a buffer, or compute with a new "
+            "tensor (docs/kinds-of-models.md)"
         )
-    if uses.filled:
-        fix = "return it, or keep it inside one unit (docs/kinds-of-models.md)"
-        names = listing(uses.filled, 4)
-        notes.append(f"{names}: written into by the unit, which gets a copy from FSDP2; {fix}")
+    if uses.filled_by_root:
+        lost.append(
+            f"{listing(uses.filled_by_root)}: written into by the model, which gets a copy from "
+            "FSDP2; return it (docs/kinds-of-models.md)"
+        )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for note in lost:
+            logger.warning("%s", note)
+    notes += lost
     expected = [unit.name for unit in plan.execution_order() if unit.name in uses.called]
     order = () if expected == list(uses.called) else tuple(uses.called)
     return replace(plan, order=order, notes=(*plan.notes, *notes))
@@ -95,19 +113,8 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
     return uses
 
 
-def _problem(unit: str, params: Mapping[str, str]) -> str:
-    verb, inside = "is" if len(params) == 1 else "are", listing(dict.fromkeys(params.values()))
-    rule = "FSDP2 gathers the parameters of a unit only while one of its modules is called"
-    fix = f"Leave {unit} out of units=, so that an outer unit gathers it, or call the module"
-    return message(
-        listing(params), f"{verb} used in {inside} while the unit {unit} is not gathered", rule, fix
-    )
-
-
 def _containers(tree: Any) -> Iterator[Any]:
-    """Yield the lists and dicts in an argument; FSDP2 copies those with tensors that require grad,
-    or that it casts.
-    """
+    """Yield the lists and dicts in an argument."""
     if isinstance(tree, (list, dict)):
         yield tree
     if isinstance(tree, (list, dict)) or type(tree) is tuple:
@@ -120,17 +127,16 @@ def _entries(container: Any) -> list[Any]:
 
 
 class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the parameters that operators read while FSDP2 would not have gathered their unit."""
+    """Records what a forward does that FSDP2 does not allow for."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # by unit and FQN of a parameter: what ran when it was read
-        self.outside: dict[str, dict[str, str]] = {}
+        # by reason and unit: the parameters or inputs that it is about
+        self.wrong: dict[str, dict[str, dict[str, None]]] = {}
         self.called: dict[str, None] = {}  # units that ran, in order
         self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
         self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into
-        # lists and dicts among a unit's inputs that it wrote into
-        self.filled: dict[str, None] = {}
+        self.filled_by_root: dict[str, None] = {}  # lists and dicts of the batch
         self.owned: dict[int, tuple[str, str]] = {}  # FQN and unit of each parameter, by id
         self._running: list[str] = []
         self._kept: set[str] = set()
@@ -139,7 +145,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take a unit for gathered from before its first module runs until all have run, or to the
         end if it stays.
         """
-        held: list[tuple[str, Any, list[Any]]] = []
+        containers: list[tuple[str, Any, list[Any]]] = []
+        tensors: list[tuple[str, Tensor, int]] = []
 
         def enter(inputs: Any) -> Any:
             self._running.append(unit.name)
@@ -147,23 +154,36 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if unit.reshard_after_forward is False:
                 self._kept.add(unit.name)
             casts = unit.mp_policy.cast_forward_inputs and unit.mp_policy.param_dtype is not None
-            named = {f"argument {at}": each for at, each in enumerate(inputs[0])} | inputs[1]
-            for key, container in (
-                (key, each) for key, tree in named.items() for each in _containers(tree)
-            ):
-                if casts or any(tensor.requires_grad for tensor in tensors_of(container)):
-                    held.append((key, container, _entries(container)))
+            named = {f"argument {at}": value for at, value in enumerate(inputs[0])} | inputs[1]
+            for key, value in named.items() if casts or torch.is_grad_enabled() else ():
+                for container in _containers(value):
+                    containers.append((key, container, _entries(container)))
+                for tensor in tensors_of(value):
+                    if tensor.requires_grad:
+                        tensors.append((key, tensor, tensor.untyped_storage().nbytes()))
             return inputs
 
         def leave(output: Any) -> Any:
             self._running.remove(unit.name)
-            for key, container, before in held:
-                if list(map(id, before)) != list(map(id, _entries(container))):
-                    self.filled[f"{unit.name} ({key})"] = None
-            held.clear()
+            for key, container, before in containers:
+                after = _entries(container)
+                if list(map(id, before)) == list(map(id, after)) or not tensors_of([before, after]):
+                    continue
+                if unit.modules == ("",):
+                    self.filled_by_root[key] = None
+                else:
+                    self._note(FILLED, unit.name, key)
+            for key, tensor, size in tensors:
+                if tensor.untyped_storage().nbytes() < size:
+                    self._note(FREED, unit.name, key)
+            containers.clear()
+            tensors.clear()
             return output
 
         hook_unit(unit, modules, enter, leave)
+
+    def _note(self, reason: str, unit: str, what: str) -> None:
+        self.wrong.setdefault(reason, {}).setdefault(unit, {})[what] = None
 
     def __torch_dispatch__(
         self,
@@ -176,7 +196,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves((args, kwargs)):
             fqn, unit = self.owned.get(id(leaf), ("", ""))
             if fqn and unit not in self._kept and unit not in self._running:
-                self.outside.setdefault(unit, {}).setdefault(fqn, self._running[-1])
+                self._note(OUTSIDE, unit, f"{fqn} in {self._running[-1]}")
         # in place, as aten.copy_.default, also through .data or a view
         if f"{func}.".split(".")[1].endswith("_"):
             for leaf in tree_leaves(args[:1]):

@@ -100,23 +100,6 @@ class ShardingPlan(PlanData):
 
         return python(self, before)
 
-    def to_fsdp_plan(self) -> dict[str, str]:
-        """Return the ``fsdp_plan`` of transformers' ``DistributedConfig``, which then shards the
-        same modules.
-
-        Pure and local. What transformers does in another way is logged once: it shards modules of
-        one unit one by one (but its own ``[norm, head]``), on dim 0, and takes bf16 and offloading
-        as flags. Rules of the model's own plan that the dict does not name stay in force.
-
-        Raises:
-            PlanError: the plan has what the dict cannot say, such as parameters left out, tiles,
-                compiled blocks or policies by unit; or some layers of a list are units and others
-                are not.
-        """
-        from shardkit.plan.fsdp_plan import fsdp_plan
-
-        return fsdp_plan(self)
-
     def __str__(self) -> str:
         from shardkit.plan.text import table
 

@@ -36,6 +36,8 @@ from shardkit.planning.tree import (
     units_around,
 )
 
+FEW = 1024  # elements of a frozen parameter that is worth no sharding where modules share it
+
 
 def build_plan(
     tree: ModelTree,
@@ -64,6 +66,7 @@ def build_plan(
 
     notes: list[str] = []
     if units is None:
+        replicated |= _small_shared(tree)
         selections, tie_notes = join_ties(tree, default_units(tree), ignored | replicated)
         selections, odd, dtype_notes = split_dtypes(tree, selections, ignored | replicated)
         replicated |= odd
@@ -95,6 +98,19 @@ def build_plan(
                 f"units=[by_name(..., {name}=True)]."
             )
     return plan
+
+
+def _small_shared(tree: ModelTree) -> set[str]:
+    """Return the frozen parameters of a few elements that several modules share, as of a rotary
+    embedding, which may have methods that no unit gathers for.
+    """
+    found = set()
+    for fqn, spec in tree.specs.items():
+        if not spec.trainable and spec.numel <= FEW:
+            around = [node for owner in tree.owners[fqn] for node in (owner, *owner.ancestors())]
+            if any(len(node.parents) > 1 for node in around):
+                found.add(fqn)
+    return found
 
 
 def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> set[str]:
@@ -175,6 +191,12 @@ def plan_of(
         notes.append(
             f"{names}: ignored but trained, so each rank keeps its own, unreduced gradient"
         )
+    statistics = _statistics_of_ranks(tree)
+    if statistics and mesh.size > 1:
+        notes.append(
+            f"{listing(statistics, 4)}: running statistics are of each rank's own batches; "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes BatchNorm's equal"
+        )
     tiles = tiles or {}
     plan = ShardingPlan(
         units=tuple(units),
@@ -191,6 +213,16 @@ def plan_of(
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
+
+
+def _statistics_of_ranks(tree: ModelTree) -> list[str]:
+    """Return the FQNs of BatchNorms and such, whose running statistics FSDP2 does not reduce."""
+    found = []
+    for node in tree.nodes:
+        tracks = getattr(node.module, "track_running_stats", False)
+        if tracks and not isinstance(node.module, nn.SyncBatchNorm):
+            found.append(node.name)
+    return found
 
 
 def plan_from_units(
@@ -282,7 +314,8 @@ def _unit(
 ) -> ShardUnit:
     first = selection.modules[0]
     # Recomputing a lone embedding, norm or head saves nothing, and neither does the whole model.
-    is_block = len(selection.modules) == 1 and bool(first.children) and first is not tree.root
+    is_alone = len(selection.modules) == 1 and first is not tree.root
+    is_block = is_alone and bool(first.children) and not isinstance(first.module, nn.Embedding)
     chosen: dict[str, Any] = dict(settings)
     if not is_block:
         chosen.pop("checkpoint_activations", None)

@@ -49,7 +49,9 @@ def default_units(tree: ModelTree) -> list[Selection]:
     taken = {*in_blocks, *tail}
     if embedding is not None:
         taken.update(embedding.subtree())
-    units = [*blocks, *_find_large(tree, taken)]
+    beside = _layers_beside(tree, blocks, taken)
+    taken.update(beside)
+    units = [*blocks, *beside, *_find_large(tree, taken)]
     selections = [Selection((node,)) for node in units]
     if embedding is not None:
         selections.append(Selection((embedding,)))
@@ -158,6 +160,22 @@ def _large(tree: ModelTree) -> int:
 
 
 # --- What is outside of blocks --------------------------------------------------------------------
+
+
+def _layers_beside(
+    tree: ModelTree, blocks: list[ModuleNode], taken: Set[ModuleNode]
+) -> list[ModuleNode]:
+    """Return the plain layers in the lists of blocks that are worth an all-gather.
+
+    Units of their own: in a block's unit, one that no forward calls would break backward in torch.
+    """
+    found = []
+    for container in dict.fromkeys(block.parents[0] for block in blocks):
+        for item in container.children if isinstance(container.module, _CONTAINERS) else ():
+            is_plain = not item.children and item not in taken and not _is_small(tree, item.numel)
+            if is_plain and is_called(item):
+                found.append(item)
+    return found
 
 
 def _find_large(tree: ModelTree, taken: Set[ModuleNode]) -> list[ModuleNode]:

@@ -175,7 +175,7 @@ def select(tree: ModelTree, rules: Rule | Sequence[Rule]) -> list[Selection]:
             taken.update(dict.fromkeys(selection.modules, rule.text))
             check_settings(rule.text, selection.overrides)
             _check_callable(rule, selection)
-        _check_dims(tree, rule, selections)
+            _check_dim(tree, rule, selection)
         units += selections
     return units
 
@@ -258,24 +258,19 @@ def _check_callable(rule: UnitRule, selection: Selection) -> None:
             )
 
 
-def _check_dims(tree: ModelTree, rule: UnitRule, selections: list[Selection]) -> None:
-    """Raise if no parameter has the dim of a rule; some, such as biases, need not."""
-    most: dict[int, int] = {}  # dims that a parameter has, by shard_dim
-    for selection in selections:
-        dim = selection.overrides.get("shard_dim")
-        if dim:
-            most.setdefault(dim, 0)
-            for node in selection.modules:
-                for below in node.subtree():
-                    most[dim] = max(
-                        [most[dim], *(len(tree.specs[fqn].shape) for fqn in below.params)]
-                    )
-    for dim, dims in most.items():
-        if dim >= dims:
-            raise PlanError(
-                f"{rule.text} has shard_dim={dim}, but no parameter of its modules has more than "
-                f"{dims} dims. Dims count from 0."
-            )
+def _check_dim(tree: ModelTree, rule: UnitRule, selection: Selection) -> None:
+    """Raise if no parameter of a unit has the dim of its rule; some, such as biases, need not."""
+    dim = selection.overrides.get("shard_dim") or 0
+    most = 0
+    for node in selection.modules:
+        for below in node.subtree():
+            most = max([most, *(len(tree.specs[fqn].shape) for fqn in below.params)])
+    if dim >= max(1, most):
+        names = listing(node.name for node in selection.modules)
+        raise PlanError(
+            f"{rule.text} has shard_dim={dim}, but no parameter of {names} has more than {most} "
+            "dims. Dims count from 0."
+        )
 
 
 def _as_rules(rules: Rule | Sequence[Rule]) -> list[UnitRule]:

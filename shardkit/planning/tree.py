@@ -32,7 +32,7 @@ class ModuleNode:
     children: list[ModuleNode] = field(default_factory=list)
     params: list[str] = field(default_factory=list)  # that it registers itself, by their first FQNs
     numel: int = 0  # elements at or below; a tied parameter counts at each of its places
-    used_uncalled: bool = False  # a dry run saw its parameters used without a call of it
+    is_no_unit: bool = False  # a dry run saw that FSDP2 would train it wrongly as one
 
     @property
     def name(self) -> str:
@@ -248,7 +248,7 @@ def has_forward(module: nn.Module) -> bool:
 
 def is_called(node: ModuleNode) -> bool:
     """False without forward, or where an outer module uses its parameters without calling it."""
-    if node.used_uncalled or not has_forward(node.module):
+    if node.is_no_unit or not has_forward(node.module):
         return False
     return not any(reads(outer, node) for outer in node.ancestors())
 

@@ -240,42 +240,6 @@ def test_the_torch_code_takes_any_name(arguments: dict[str, Any]) -> None:
     sharded_by_its_code(model, plan)
 
 
-SAID: dict[str, str] = {"embed": "free_full_weight", "layers.*": "free_full_weight"}
-SAID |= {"norm": "keep_full_weight", "head": "keep_full_weight"}
-UNSAID = {
-    "compile cannot be said .*: layers.1\\.": {
-        "units": [by_name("layers.1", compile=True), by_class(Block)]
-    },
-    "ignored cannot be said .*: embed.weight": {"ignored_params": ["embed.weight"]},
-    r"tiles cannot be said .*: \('layers.0'": {"tiles": {"layers.*": 2}},
-    "mp_policy cannot be said .*: embed": {
-        "mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)
-    },
-    r"layers.1 is no unit, where others of layers.\* are free_full_weight": {
-        "units": by_name("layers.0")
-    },
-    "layers.0.norm stays gathered inside of layers.0": {
-        "units": [by_name("layers.*.norm", reshard_after_forward=False), by_class(Block)]
-    },
-}
-
-
-def test_the_dict_for_transformers_and_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    assert plan_model(Decoder(), mesh=EIGHT, mp_policy=half, prefetch=2).to_fsdp_plan() == SAID
-    assert [line.partition(": ")[2] for line in caplog.messages] == [
-        "sharded on dim 0: embed.weight, head.weight",
-        "left to torch: prefetch",
-        "pass DistributedConfig(fsdp_mixed_precision=True): mp_policy",
-    ]
-
-
-@pytest.mark.parametrize("problem", UNSAID)
-def test_what_transformers_cannot_say_is_refused(problem: str) -> None:
-    with pytest.raises(PlanError, match=problem):
-        plan_model(Decoder(), mesh=EIGHT, **UNSAID[problem]).to_fsdp_plan()
-
-
 def test_an_int_to_reshard_to_is_what_torch_takes_it_for() -> None:
     assert [is_world_size(value) for value in (True, False, 1, 2)] == [False, False, True, True]
     for mesh in (EIGHT, MeshSpec.hybrid(2, 4), MeshSpec.sharded(1)):

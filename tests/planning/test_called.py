@@ -134,6 +134,49 @@ class Twice(nn.Module):
         return x
 
 
+class Beside(nn.Module):
+    """Stages of a block and a layer, of which one is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stages = [nn.ModuleList([Block(), nn.Linear(8, 8)]) for _ in range(2)]
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, layer in self.stages:
+            x = block(x)
+            skip = x if layer is self.stages[1][1] else layer(x)
+        return x + skip
+
+
+class Rotary(nn.Module):
+    """A frozen table that all blocks share, and rotate by a method of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freqs = nn.Parameter(torch.arange(8.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.freqs
+
+    def rotate(self, x: Tensor) -> Tensor:
+        return self.forward(x).cos()
+
+
+class RotaryBlock(Block):
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.rotary.rotate(x))
+
+
+def rotaries() -> nn.Module:
+    rotary = Rotary()
+    return Layers(RotaryBlock(rotary) for _ in range(3))
+
+
 class Body(nn.Module):
     """What Gemma 4 calls its language model: embedding, blocks and norm."""
 
@@ -176,7 +219,17 @@ class TiedAbove(nn.Module):
 
 MODELS = {
     each.__name__: each
-    for each in (ReadTable, LateTable, attentions, routers, scans, TiedAbove, Twice)
+    for each in (
+        ReadTable,
+        LateTable,
+        attentions,
+        routers,
+        scans,
+        rotaries,
+        Beside,
+        TiedAbove,
+        Twice,
+    )
 }
 
 
@@ -201,6 +254,9 @@ def test_units_are_called() -> None:
         "router.weight: train in another dtype than the rest of their unit and cannot be a unit"
         in str(plan)
     )
+    shared = plan_model(rotaries(), mesh=TWO)
+    assert [unit.name for unit in shared.units] == ["layers.0", "layers.1", "layers.2", "(root)"]
+    assert shared.replicated == ("layers.0.rotary.freqs",)
     mixed = plan_model(scans(), mesh=TWO)
     assert mixed.replicated == ("layers.0.1.A_log", "layers.1.1.A_log")
     assert [unit.name for unit in mixed.units] == ["layers.0", "layers.1", "(root)"]

@@ -88,7 +88,15 @@ def stage(number: int, dim: int = 8) -> nn.Module:
             lambda: Model(
                 downs=nn.ModuleList(nn.ModuleList([Block(), nn.Conv2d(3, 3, 3)]) for _ in range(2))
             ),
-            ["downs.0.0", "downs.1.0", "(root)"],
+            ["downs.0.0", "downs.0.1", "downs.1.0", "downs.1.1", "(root)"],
+        ),
+        # A plain layer beside blocks in a list, unless it is worth no all-gather.
+        (
+            lambda: Model(
+                a=nn.ModuleList([nn.Linear(3, 8), Block(), Block(), nn.LayerNorm(2)]),
+                b=nn.Linear(8, 8),
+            ),
+            ["a.0", "a.1", "a.2", "(root)"],
         ),
         (
             lambda: Model(towers=nn.ModuleList([Model(layers=blocks()), Decoder(layers=2)])),
@@ -267,3 +275,19 @@ def test_an_example_batch_gives_the_order_of_units() -> None:
     assert "+ order: ('(root)', 'down.0', 'mid', 'up.0')" in unseen.diff(seen).replace(
         "[", "("
     ).replace("]", ")")
+
+
+def test_running_statistics_of_each_rank_are_noted() -> None:
+    norms = nn.Sequential(
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8),
+        nn.InstanceNorm1d(8, track_running_stats=True),
+        nn.InstanceNorm1d(8),
+        nn.LayerNorm(8),
+    )
+    (note,) = plan_model(norms, mesh=EIGHT).notes
+    assert note.startswith("1, 2: running statistics are of each rank's own batches")
+    assert "convert_sync_batchnorm" in note
+    assert not plan_model(norms, mesh=MeshSpec.sharded(1)).notes
+    norms[2] = nn.Identity()
+    assert not plan_model(nn.SyncBatchNorm.convert_sync_batchnorm(norms), mesh=EIGHT).notes
