@@ -7,6 +7,7 @@ runs of equal length.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import math
 import os
@@ -220,10 +221,14 @@ def file_sums(sizes: Mapping[Path, int], share: int, shares: int) -> list[int]:
 
 @contextmanager
 def open_file(path: Path, flags: int) -> Iterator[int]:
-    """Open a file, yield its descriptor, and close it."""
+    """Open a file, yield its descriptor, and close it. Errors name the file."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
+    except OSError as error:
+        if error.filename is None and error.errno is not None:  # those of a descriptor have no name
+            error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
 
@@ -252,16 +257,15 @@ def read_all(descriptor: int, data: memoryview, start: int) -> None:
     while data:
         count = os.preadv(descriptor, [data], start)
         if count == 0:
-            raise OSError(f"the file ends at byte {start:,}, {len(data):,} too early")
+            raise OSError(errno.EIO, f"the file ends at byte {start:,}, {len(data):,} too early")
         data, start = data[count:], start + count
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file, and flush it."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+        write_all(descriptor, memoryview(data), 0)
+        os.fsync(descriptor)
 
 
 def flush_file(path: Path) -> None:

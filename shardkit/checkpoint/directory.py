@@ -5,7 +5,7 @@ During a save, these may be beside ``runs/step-100``, which is always complete, 
 killed::
 
     .step-100.tmp   a checkpoint that is being written or deleted
-    .step-100.old   a checkpoint that is being replaced, between two renames
+    .step-100.old   a complete checkpoint that is being replaced, between two renames
 
 The manifest is the last file of a checkpoint that is written. It lists all others, with sizes and
 checksums.
@@ -20,6 +20,7 @@ import shutil
 import stat
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,26 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def _replaced(path: Path) -> Path:
+def replaced_of(path: Path) -> Path:
+    """Return the hidden directory to which a complete checkpoint is moved while another takes its
+    place.
+    """
     return path.with_name(f".{path.name}.old")
+
+
+def is_vacant(path: Path) -> bool:
+    """Whether nothing is at ``path``, or an empty directory, which a rename replaces."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def find(path: Path) -> Path:
     """Return where a checkpoint is: at ``path``, or where a save that was killed between two
     renames left it.
     """
+    if is_vacant(path) and replaced_of(path).exists():
+        return replaced_of(path)
     if path.exists():
         return path
-    if _replaced(path).exists():
-        return _replaced(path)
     raise CheckpointError(
         f"{path} does not exist. Pass the path of a checkpoint, or latest_checkpoint() of the "
         "directory above."
@@ -58,32 +67,53 @@ def find(path: Path) -> Path:
 # ---- write: the first rank -----------------------------------------------------------------------
 
 
-def prepare(path: Path, overwrite: bool) -> None:
-    """Raise unless a checkpoint may be written to ``path``; clear what a killed save left beside
-    it.
+def prepare(path: Path, overwrite: bool, keep: int | None = None) -> None:
+    """Raise unless a checkpoint may be written to ``path``; clear what killed saves left.
+
+    They left it beside ``path``, and with ``keep`` beside the other checkpoints of its family. It
+    is cleared before anything is written, for the disk may be full of it.
     """
-    if not path.exists() and _replaced(path).exists():
-        os.rename(_replaced(path), path)
+    put_back(path)
+    if not is_vacant(path):
+        if not (path / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{path} is not a checkpoint. Only a checkpoint of shardkit is ever replaced. Use "
+                "another path."
+            )
+        if not overwrite:
+            raise CheckpointError(f"{path} exists. Use another path, or pass overwrite=True.")
+        if foreign := _foreign_files(path):
+            raise CheckpointError(
+                f"{path} has files that shardkit did not write: {listing(foreign)}. Replacing it "
+                "would delete them. Move them, or use another path."
+            )
+    clear(path)
+    for draft in path.parent.glob(".*.tmp") if keep is not None else ():
+        if _family(draft.name) == _family(draft_of(path).name):
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def put_back(path: Path) -> None:
+    """Undo the first rename of :func:`rename_draft`, after a kill before the second."""
+    if is_vacant(path) and replaced_of(path).exists():
+        os.rename(replaced_of(path), path)
+
+
+def clear(path: Path) -> None:
+    """Delete the draft beside ``path``, and what was replaced by what is there now."""
     shutil.rmtree(draft_of(path), ignore_errors=True)
-    shutil.rmtree(_replaced(path), ignore_errors=True)
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{path} is not a checkpoint. Only a checkpoint of shardkit is ever replaced. Use "
-            "another path."
-        )
-    if not overwrite:
-        raise CheckpointError(f"{path} exists. Use another path, or pass overwrite=True.")
-    if foreign := _foreign_files(path):
-        raise CheckpointError(
-            f"{path} has files that shardkit did not write: {listing(foreign)}. Replacing it would "
-            "delete them. Move them, or use another path."
-        )
+    if replaced_of(path).exists() and not is_vacant(path):
+        os.rename(replaced_of(path), draft_of(path))  # after a kill nobody takes half of it for all
+        shutil.rmtree(draft_of(path), ignore_errors=True)
+
+
+def _family(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def _foreign_files(path: Path) -> list[str]:
-    return sorted(set(os.listdir(path)) - {MANIFEST, *read_manifest(path)["files"]})
+    files = read_manifest(path, any_version=True)["files"]
+    return sorted(set(os.listdir(path)) - {MANIFEST, *files})
 
 
 def commit(path: Path, files: Mapping[str, tuple[int, int]], world_size: int) -> None:
@@ -91,7 +121,7 @@ def commit(path: Path, files: Mapping[str, tuple[int, int]], world_size: int) ->
 
     ``files`` are sizes and checksums by name. A checkpoint at ``path`` is replaced.
     """
-    draft, old = draft_of(path), _replaced(path)
+    draft = draft_of(path)
     manifest = {
         "shardkit_checkpoint": VERSION,
         "created": time.time_ns(),
@@ -101,60 +131,65 @@ def commit(path: Path, files: Mapping[str, tuple[int, int]], world_size: int) ->
     }
     write_bytes(draft / MANIFEST, json.dumps(manifest, indent=1).encode())
     flush_directory(draft)
-    if (path / MANIFEST).is_file():
-        os.rename(path, old)
+    rename_draft(path, replace=(path / MANIFEST).is_file())
+
+
+def rename_draft(path: Path, *, replace: bool) -> None:
+    """Rename the draft to ``path``; with ``replace`` what is there is renamed before.
+
+    After a kill between the two renames, :func:`find` and :func:`put_back` know where it is.
+    """
+    if replace:
+        os.rename(path, replaced_of(path))
     try:
-        os.rename(draft, path)
+        os.rename(draft_of(path), path)
     except OSError:
-        if old.exists():
-            os.rename(old, path)
+        put_back(path)
         raise
     flush_directory(path.parent)
 
 
-def clean_up(path: Path, keep: int | None) -> None:
-    """After a commit, delete what it replaced, and with ``keep`` all but the newest checkpoints of
-    its family.
+def rotate(path: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints of the family of ``path``.
 
     A family are siblings whose names differ only in numbers. ``path`` itself is never deleted, nor
     a checkpoint with files that shardkit did not write. Links are only counted.
     """
-    shutil.rmtree(_replaced(path), ignore_errors=True)
-    if keep is None:
-        return
-    family = re.sub(r"\d+", "#", path.name)
-    for leftover in path.parent.glob(".*.tmp"):  # of saves that were killed
-        if re.sub(r"\d+", "#", leftover.name) == f".{family}.tmp":
-            shutil.rmtree(leftover, ignore_errors=True)
     checkpoints = []
     for each in complete_checkpoints(path.parent):
-        if re.sub(r"\d+", "#", each.name) == family:
+        if _family(each.name) == _family(path.name):
             checkpoints.append(each)
     for each in checkpoints[:-keep]:
-        if each != path and not each.is_symlink() and not _foreign_files(each):
-            os.rename(each, draft_of(each))
-            shutil.rmtree(draft_of(each), ignore_errors=True)
+        with suppress(OSError, CheckpointError):  # another process may rotate too
+            place = find(each)
+            if each != path and not place.is_symlink() and not _foreign_files(place):
+                os.rename(place, draft_of(each))
+                shutil.rmtree(draft_of(each), ignore_errors=True)
 
 
 # ---- read ----------------------------------------------------------------------------------------
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path, *, any_version: bool = False) -> dict[str, Any]:
     """Return the manifest of a checkpoint; raise if it, or the size of a file, is not as it was
     written. Local.
+
+    With ``any_version``, that of an earlier version too, of which the files are not looked at.
     """
     try:
         if not (directory / MANIFEST).is_file():  # opening a pipe would wait for its writer
             raise ValueError(f"there is no file {MANIFEST}")
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes())
         version = manifest["shardkit_checkpoint"]
+        int(manifest["created"])
+        if any_version and version in range(1, VERSION):
+            return manifest
         if version != VERSION:
             raise CheckpointError(
                 f"{directory} has version {version}, and this shardkit reads version {VERSION}. "
                 "Its weights load from the file model.safetensors in it, by strict=False if the "
                 "model has extra state."
             )
-        int(manifest["created"])
         for name, (size, _) in manifest["files"].items():
             found = os.lstat(directory / name)
             if Path(name).name != name or not stat.S_ISREG(found.st_mode) or found.st_size != size:
@@ -174,7 +209,9 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
     The newest is the one that was completed last, whatever its name. A checkpoint is complete if
     its manifest is undamaged and every file has its size; leftovers of killed saves, unfinished
-    saves and other directories are not.
+    saves and other directories are not. One that a killed save was replacing is returned by its
+    own name, under which :func:`load_checkpoint` finds it. Checkpoints of earlier versions count:
+    their load raises, and says how to get the weights.
 
     Examples:
         >>> path = latest_checkpoint("runs")
@@ -186,11 +223,13 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """Return all complete checkpoints in ``root``, oldest first."""
-    found = []
+    names = set()
     for each in root.iterdir() if root.is_dir() else ():
-        if not each.name.startswith(".") and (each / MANIFEST).is_file():
-            try:
-                found.append((read_manifest(each)["created"], each))
-            except CheckpointError:
-                continue
+        names.add(re.sub(r"^\.(.+)\.old$", r"\1", each.name))
+    found = []
+    for name in names:
+        if not name.startswith("."):
+            with suppress(CheckpointError):
+                manifest = read_manifest(find(root / name), any_version=True)
+                found.append((manifest["created"], root / name))
     return [path for _, path in sorted(found)]

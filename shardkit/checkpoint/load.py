@@ -85,8 +85,8 @@ def load_checkpoint(
 
     With as many ranks as saved, each gets its own random generators and ``extra`` back. Else a
     generator that was equal on all ranks continues, and others are seeded by rank, reproducibly; an
-    ``extra`` that differed is rank 0's, with a warning. Ranks may load different models, such as
-    pipeline stages: together they must take every tensor.
+    ``extra`` that differed is rank 0's, with a warning, and :func:`load_extras` returns all. Ranks
+    may load different models, such as pipeline stages: together they must take every tensor.
 
     Args:
         path: of the checkpoint.
@@ -151,6 +151,22 @@ def load_checkpoint(
         if isinstance(source, NativeCheckpoint):
             extra = source.resume(number, len(ranks), random)
     return extra
+
+
+def load_extras(path: str | os.PathLike[str]) -> list[Any]:
+    """Return what each rank gave :func:`save_checkpoint` as ``extra``, in the order of ranks. Local.
+
+    For a world of another size than the one that saved, where :func:`load_checkpoint` returns rank
+    0's on every rank: to divide what the ranks had, such as the positions of data loaders.
+
+    Raises:
+        CheckpointError: there is no checkpoint of :func:`save_checkpoint` at ``path``.
+    """
+    pending().error()
+    source = open_checkpoint(Path(path))
+    if not isinstance(source, NativeCheckpoint):
+        raise CheckpointError(f"{path} was not written by save_checkpoint, so it has no extra.")
+    return source.extras()
 
 
 def _plan(

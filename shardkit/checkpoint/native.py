@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint.byte_ranges import bytes_sum, file_sums, read_parts
+from shardkit.checkpoint.byte_ranges import bytes_sum, file_sums, raw, read_parts
 from shardkit.checkpoint.directory import read_manifest
 from shardkit.checkpoint.format import INDEX, SUFFIX, Entry, find_tensors
 from shardkit.checkpoint.random_state import restore_random
-from shardkit.checkpoint.save import RANKS, STATE, optimizer_key
+from shardkit.checkpoint.save import FIRST, RANKS, STATE, optimizer_key
 from shardkit.checkpoint.source import Contents, Safetensors, unpack
 from shardkit.errors import CheckpointError, listing
 from shardkit.ranks import Groups, sum_over_ranks, together
@@ -33,8 +33,9 @@ class NativeCheckpoint(Safetensors):
                     for key, entry in find_tensors(directory / name).items():
                         entries[f"{section}/{key}"] = entry
         super().__init__(entries)
+        _, checksum = self._manifest["files"][STATE]
         data = (directory / STATE).read_bytes()
-        if bytes_sum(data, 0) != self._manifest["files"][STATE][1]:
+        if bytes_sum(data, 0) != checksum:
             raise self._damaged([STATE])
         state = unpack(data)
         model = {name: self.stored(f"model/{name}") for name in state["model"]}
@@ -61,14 +62,11 @@ class NativeCheckpoint(Safetensors):
         own, differing = dict(self.shared), dict[str, bytes]()
         is_same_world = world_size == self._manifest["world_size"]
         if self._sizes is not None:
-            at = number if is_same_world else 0
-            data = torch.empty(self._sizes[at], dtype=torch.uint8)
-            start = sum(self._sizes[:at])
-            read_parts([(self.entries[f"{RANKS}/{RANKS}"], (data, ((start, data.numel()),)))])
-            differing = unpack(bytes(data.tolist()))
+            differing = self._of_rank(number if is_same_world else 0)
         if not is_same_world and "extra" in differing and number == 0:
             logger.warning(
-                "%s: extra differs between the %d ranks that saved, and %d load: all get rank 0's",
+                "%s: extra differs between the %d ranks that saved, and %d load: all get rank 0's. "
+                "load_extras(path) returns all of them",
                 *(self._directory, self._manifest["world_size"], world_size),
             )
         extra = unpack((own | differing)["extra"])
@@ -76,6 +74,24 @@ class NativeCheckpoint(Safetensors):
             states = {kind: unpack(data) for kind, data in part.items() if kind != "extra"}
             restore_random(states, None if is_own else f"{number} of {world_size}")
         return extra
+
+    def extras(self) -> list[Any]:
+        """Return the extra of each rank that saved. Local."""
+        found = []
+        for number in range(self._manifest["world_size"]):
+            differing = self._of_rank(number) if self._sizes is not None else {}
+            found.append(unpack((self.shared | differing)["extra"]))
+        return found
+
+    def _of_rank(self, number: int) -> dict[str, bytes]:
+        """Read what the rank with this number had, where ranks differed."""
+        data = torch.empty(self._sizes[number], dtype=torch.uint8)
+        start = sum(self._sizes[:number])
+        read_parts([(self.entries[f"{RANKS}/{RANKS}"], (data, ((start, data.numel()),)))])
+        found: dict[str, bytes] = unpack(bytes(raw(data)))
+        if found.get("extra") == FIRST:
+            found["extra"] = self._of_rank(0)["extra"]
+        return found
 
     def verify(self, groups: Groups, number: int, world_size: int) -> None:
         """Read every byte once, each rank its share, and raise if a checksum is wrong. Collective

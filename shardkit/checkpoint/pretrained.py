@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.boxes import BUCKET, gather, model_group
 from shardkit.checkpoint.byte_ranges import Part, flush_directory, flush_file, full_box, write_parts
-from shardkit.checkpoint.directory import MANIFEST, draft_of
+from shardkit.checkpoint.directory import MANIFEST, clear, draft_of, put_back, rename_draft
 from shardkit.checkpoint.format import (
     MAX_FILE_BYTES,
     NAMES,
@@ -175,8 +175,8 @@ def save_pretrained(
     ``from_pretrained`` undone, or several files with ``model.safetensors.index.json``;
     ``config.json`` and ``generation_config.json``; for a peft model ``adapter_model.safetensors``
     and ``adapter_config.json``. Each rank writes its own bytes; those converted together, such as
-    the experts of a layer, are gathered and written by the ranks in turn. The files are moved into
-    the directory when all ranks have succeeded; other files in it stay.
+    the experts of a layer, are gathered and written by the ranks in turn. The directory is renamed
+    into its place when all ranks have succeeded; other files in it stay.
 
     Args:
         model: plain, or sharded by any ``fully_shard`` calls.
@@ -196,14 +196,15 @@ def save_pretrained(
         >>> save_pretrained(model, "out", dtype=torch.bfloat16)
         >>> AutoModelForCausalLM.from_pretrained("out")
     """
-    place = Path(path).absolute()
+    place = Path(path).resolve()
     draft = draft_of(place)
     groups, ranks = one_group(group)
     is_first = own_rank() == ranks[0]
     with together(groups, CheckpointError, call="save_pretrained") as poll:
         if is_first:
+            put_back(place)
             _check_place(place, overwrite)
-            shutil.rmtree(draft, ignore_errors=True)
+            clear(place)
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
             raise CheckpointError(
                 f"dtype must be a floating-point dtype of safetensors, got {dtype}."
@@ -223,10 +224,14 @@ def save_pretrained(
         with together(groups, CheckpointError):
             if is_first:
                 export.write_configs(draft, dtype)
-                _move(draft, place)
+                for file in draft.rglob("*"):
+                    if file.is_file():
+                        flush_file(file)
+                _carry_over(place, draft)
+                rename_draft(place, replace=place.exists())
     finally:
         if is_first:
-            shutil.rmtree(draft, ignore_errors=True)
+            clear(place)
 
 
 def _check_place(place: Path, overwrite: bool) -> None:
@@ -243,23 +248,27 @@ def _check_place(place: Path, overwrite: bool) -> None:
             )
 
 
-def _move(draft: Path, place: Path) -> None:
-    """Move the files of a model into a directory.
+def _carry_over(place: Path, draft: Path) -> None:
+    """Link the files in a directory that are not of a model into the draft that replaces it."""
 
-    In between it has no config.json, so that nothing loads half of it.
-    """
-    place.mkdir(parents=True, exist_ok=True)
-    old = [each for each in place.iterdir() if _OURS.fullmatch(each.name)]
-    for each in sorted(old, key=lambda file: not file.name.endswith("config.json")):
-        if each.name.endswith(".json") or not (draft / each.name).exists():
-            each.unlink()
-    for each in sorted(draft.rglob("*"), key=lambda file: file.name.endswith("config.json")):
-        if each.is_file():
-            flush_file(each)
-            target = place / each.relative_to(draft)
-            target.parent.mkdir(exist_ok=True)
-            os.replace(each, target)
-    flush_directory(place)
+    def ours(directory: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(directory) == place and _OURS.fullmatch(name)]
+
+    if place.exists():
+        shutil.copytree(
+            place, draft, symlinks=True, ignore=ours, copy_function=_link, dirs_exist_ok=True
+        )
+    for directory, _, _ in os.walk(draft):
+        flush_directory(Path(directory))
+
+
+def _link(source: str, target: str) -> None:
+    if os.path.exists(target):  # written by this save, such as the code of a model
+        return
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
 
 
 class Export(NamedTuple):

@@ -40,7 +40,6 @@ from shardkit.errors import CheckpointError, ShardkitError, listing
 from shardkit.ranks import (
     Groups,
     digest,
-    each_equal,
     extremes,
     from_first,
     gather_by_rank,
@@ -64,6 +63,8 @@ from shardkit.state.optimizer_load import options_by_name
 
 STATE = "state.pt"
 RANKS = "ranks"  # the stem of the file, and the name of the tensor in it
+FIRST = b""  # for the extra of a rank that gave none, and gets the first rank's
+_MOST = 1 << 62  # more than any sum or digest
 
 
 @dataclass
@@ -107,7 +108,8 @@ def save_checkpoint(
         optimizer: one, or several of different parameters; quantized state is saved as its values.
         scheduler: anything with a ``state_dict()`` of plain data, such as torch's schedulers.
         extra: plain data and plain tensors, such as ``{"step": 100}``, which ``load_checkpoint``
-            returns; each rank's own, such as the state of its data loader.
+            returns; each rank's own, such as the state of its data loader. A rank that gives None
+            gets the first rank's.
         async_: return when the state is copied to CPU memory, kept for the next save, and write it
             in a thread.
         overwrite: replace a checkpoint at ``path``.
@@ -137,9 +139,10 @@ def save_checkpoint(
                 f"{keep!r}. Pass keep=3, for example, or None for all."
             )
         if own_rank() == ranks[0]:
-            directory.prepare(place, overwrite)
+            directory.prepare(place, overwrite, keep)
         snapshot = _collect(model, optimizer, scheduler, trainable_only)
-        snapshot.own = {"extra": pack(extra, "extra")}
+        is_given = extra is not None or own_rank() == ranks[0]
+        snapshot.own = {"extra": pack(extra, "extra") if is_given else FIRST}
         for kind, state in random_states().items():
             snapshot.own[kind] = pack(state, kind)
         poll.same = {"path": str(place), "async_": async_, "overwrite": overwrite, "keep": keep}
@@ -259,20 +262,24 @@ def _agree(snapshot: Snapshot, groups: Groups, ranks: Sequence[int]) -> dict[str
     """
     table = {key: described(tensor) for key, tensor in snapshot.tensors.items()}
     options = repr((snapshot.plain["optimizer"] or {}).get("param_groups"))
-    same_tensors, *same_own = each_equal([[table, options], *snapshot.own.values()], groups)
-
-    shared = {
-        name: data
-        for (name, data), is_same in zip(snapshot.own.items(), same_own, strict=True)
-        if is_same
-    }
+    lows, highs = [], []
+    for value in ([table, options], *snapshot.own.values()):
+        is_compared = value != FIRST
+        lows.append(digest(value) if is_compared else _MOST)
+        highs.append(digest(value) if is_compared else -_MOST)
+    lows, highs = extremes(lows, highs, groups)
+    same_tensors = lows[0] == highs[0]
+    shared = {}
+    for (name, data), low, high in zip(snapshot.own.items(), lows[1:], highs[1:], strict=True):
+        if low == high:
+            shared[name] = data
     snapshot.plain["shared"] = shared
     if len(shared) < len(snapshot.own):
         rest = {name: data for name, data in snapshot.own.items() if name not in shared}
-        data = bytearray(pack(rest, "extra"))
-        sizes = list(gather_by_rank(len(data), groups).values())
+        row = bytearray(pack(rest, "extra"))
+        sizes = list(gather_by_rank(len(row), groups).values())
         start = sum(sizes[: ranks.index(own_rank())])
-        snapshot.row = torch.frombuffer(data, dtype=torch.uint8), ((start, len(data)),)
+        snapshot.row = torch.frombuffer(row, dtype=torch.uint8), ((start, len(row)),)
         snapshot.plain["sizes"] = sizes
 
     owners = dict.fromkeys(table, ranks[0])
@@ -366,12 +373,11 @@ def _check_replicas(tensors: Mapping[str, Tensor], keys: Sequence[str], groups: 
         for group in mesh.get_all_groups():
             dist.all_reduce(total, group=group)
         sums[numbers] = total.cpu()
-    most = 1 << 62  # more than any sum
     lows, highs = [], []  # of a rank without the tensor they change nothing
     for key, total in zip(keys, sums.tolist(), strict=True):
         is_here = isinstance(tensors.get(key), DTensor)
-        lows.append(total if is_here else most)
-        highs.append(total if is_here else -most)
+        lows.append(total if is_here else _MOST)
+        highs.append(total if is_here else -_MOST)
     lows, highs = extremes(lows, highs, groups)
     differ = []
     for key, low, high in zip(keys, lows, highs, strict=True):
@@ -486,4 +492,6 @@ def write_checkpoint(
             ) from error
         raise
     if is_first:
-        directory.clean_up(path, keep)
+        directory.clear(path)
+        if keep is not None:
+            directory.rotate(path, keep)

@@ -220,6 +220,9 @@ def by_name(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
 # ---- plain data: files of torch.save that load with weights_only=True ----------------------------
 
 
+_PLAIN: list[Any] = [bytes, frozenset]  # for b"" and frozensets, in addition to what torch loads
+
+
 def pack(value: Any, name: str) -> bytes:
     """Return plain data as ``torch.save`` writes it; raise unless it loads without running code.
     Local.
@@ -228,7 +231,8 @@ def pack(value: Any, name: str) -> bytes:
     try:
         torch.save(value, buffer)
         buffer.seek(0)
-        problem = listing(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
+        with torch.serialization.safe_globals(_PLAIN):
+            problem = listing(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
             problem = "a DTensor"
     except RecursionError:
@@ -246,6 +250,6 @@ def pack(value: Any, name: str) -> bytes:
 
 def unpack(data: bytes) -> Any:
     """Return what :func:`pack` packed, with tensors on the CPU. Runs no code from it."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.serialization.safe_globals(_PLAIN):
         warnings.simplefilter("ignore")
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

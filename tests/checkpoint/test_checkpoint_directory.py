@@ -59,7 +59,7 @@ def test_a_commit_leaves_the_new_checkpoint_alone(tmp_path):
     for _ in range(2):
         write_temporary(tmp_path / "a")
         directory.commit(tmp_path / "a", FILES, 1)
-        directory.clean_up(tmp_path / "a", None)
+        directory.clear(tmp_path / "a")
     assert listing(tmp_path) == ["a"]
     assert listing(tmp_path / "a") == ["data", "manifest.json"]
 
@@ -124,16 +124,16 @@ def test_rotation_keeps_the_newest_of_the_family_and_everything_else(tmp_path):
     write_checkpoint(tmp_path / "best", created=0)
     (steps[3] / "data").write_bytes(b"")  # damaged: neither counted nor deleted
     (tmp_path / "step-99").mkdir()
-    directory.clean_up(steps[4], keep=2)
+    directory.rotate(steps[4], 2)
     assert listing(tmp_path) == ["best", "step-2", "step-3", "step-4", "step-99"]
     for keep in (2, 3, 10):  # there are fewer, and none is deleted
-        directory.clean_up(steps[4], keep=keep)
+        directory.rotate(steps[4], keep)
         assert len(listing(tmp_path)) == 5
 
 
 def test_rotation_never_deletes_the_new_one(tmp_path):
     steps = [write_checkpoint(tmp_path / f"step-{n}", created=n) for n in range(3)]
-    directory.clean_up(steps[0], keep=1)  # a clock that went back: steps 1 and 2 look newer
+    directory.rotate(steps[0], 1)  # a clock that went back: steps 1 and 2 look newer
     assert listing(tmp_path) == ["step-0", "step-2"]
 
 
@@ -142,7 +142,7 @@ def test_rotation_leaves_what_has_other_files_and_links(tmp_path):
     (steps[0] / "notes.txt").write_text("mine")
     os.rename(steps[1], tmp_path / "archive")
     steps[1].symlink_to(tmp_path / "archive")
-    directory.clean_up(steps[3], keep=1)
+    directory.rotate(steps[3], 1)
     assert listing(tmp_path) == ["archive", "step-0", "step-1", "step-3"]
     assert listing(steps[0]) == ["data", "manifest.json", "notes.txt"]
     assert listing(steps[1]) == ["data", "manifest.json"]
