@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -187,13 +187,6 @@ def sum_over_ranks(numbers: Sequence[int], groups: Groups) -> list[int]:
         dist.all_reduce(total, group=group)
         signed = total.tolist()
     return [number % (1 << 64) for number in signed]
-
-
-def each_equal(values: Iterable[Any], groups: Groups) -> list[bool]:
-    """Return of each JSON-ready value whether it is equal on all ranks. Collective."""
-    digests = [digest(value) for value in values]
-    lows, highs = extremes(digests, digests, groups)
-    return [low == high for low, high in zip(lows, highs, strict=True)]
 
 
 def digest(value: Any) -> int:

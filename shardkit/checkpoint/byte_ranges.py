@@ -185,7 +185,7 @@ def bytes_sum(data: bytes | memoryview | Tensor, start: int) -> int:
 def _part_sum(memory: Tensor, box: Box, entry: Entry) -> int:
     starts, length = runs_of(box, entry.shape)
     size = entry.dtype.itemsize
-    data = memory.view(-1).view(torch.uint8) if memory.ndim else memory.view(1).view(torch.uint8)
+    data = memory.reshape(-1).view(torch.uint8)
     if length * size % 8 == 0 and all((entry.start + start * size) % 8 == 0 for start in starts):
         return bytes_sum(data, 0)
     total = 0

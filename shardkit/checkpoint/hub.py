@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardkit.checkpoint.byte_ranges import Part, full_box, part_of
 from shardkit.checkpoint.format import DTYPES, Entry, Spec
 from shardkit.checkpoint.source import Contents, Safetensors, Stored, read_values
-from shardkit.errors import CheckpointError, listing, message
+from shardkit.errors import CheckpointError, listing
 from shardkit.shards import inside
 from shardkit.state.model import WRAPPERS, clean_name
 
@@ -154,15 +154,16 @@ def _grouped(
 
 def check_float8(found: Mapping[str, Entry], tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise for float8 weights with scales that the model does not have. Local."""
-    scaled = [name for name, at in found.items() if at.dtype in _FLOAT8]
-    ends = ("_scale_inv", "_scale")
-    if scaled := [
-        n for n in scaled if any(n + end in found and n + end not in tensors for end in ends)
-    ]:
-        rule = "load_pretrained does not apply the scales of quantized weights"
-        fix = "Load it with transformers and FineGrainedFP8Config(dequantize=True), and save that"
+    scaled = []
+    for name, at in found.items():
+        scales = {f"{name}_scale_inv", f"{name}_scale"} & found.keys()
+        if at.dtype in _FLOAT8 and scales - tensors.keys():
+            scaled.append(name)
+    if scaled:
         raise CheckpointError(
-            message(where, f"has float8 weights with scales: {listing(scaled, 3)}", rule, fix)
+            f"{where} has float8 weights with scales: {listing(scaled, 3)}. load_pretrained does "
+            "not apply the scales of quantized weights. Load it with transformers and "
+            "FineGrainedFP8Config(dequantize=True), and save that."
         )
 
 

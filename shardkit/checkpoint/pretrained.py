@@ -44,7 +44,7 @@ from shardkit.checkpoint.hub import (
 )
 from shardkit.checkpoint.save import check_savable, described, parts_to_write
 from shardkit.checkpoint.source import Safetensors, check_stored_ties, refuse_subclasses
-from shardkit.errors import CheckpointError, ShardkitError, listing, message
+from shardkit.errors import CheckpointError, ShardkitError, listing
 from shardkit.ranks import Groups, groups_of, one_group, own_rank, sum_over_ranks, together
 from shardkit.state.load import (
     IncompatibleKeys,
@@ -331,14 +331,15 @@ def plan_export(model: nn.Module) -> Export:
     if "peft" in sys.modules and isinstance(bare, sys.modules["peft"].PeftModel):
         return _export_adapter(bare, tensors)
     if not is_pretrained(model) or getattr(bare, "_hf_peft_config_loaded", False):
-        problem = f"must be of transformers 5, or of peft, got {plain_class(bare).__name__}"
-        raise CheckpointError(message("model", problem, "", "Use save_checkpoint"))
-    if getattr(bare, "hf_quantizer", None) is not None:
-        rule, fix = (
-            "Only transformers knows the layout of its weights",
-            "Save the parameters that train, with peft",
+        raise CheckpointError(
+            f"model must be of transformers 5, or of peft, got {plain_class(bare).__name__}. Use "
+            "save_checkpoint."
         )
-        raise CheckpointError(message("model", "is quantized by transformers", rule, fix))
+    if getattr(bare, "hf_quantizer", None) is not None:
+        raise CheckpointError(
+            "model is quantized by transformers. Only transformers knows the layout of its "
+            "weights. Save the parameters that train, with peft."
+        )
     # names that transformers ties to others, which are kept
     tied = getattr(bare, "all_tied_weights_keys", None) or {}
     kept_first = sorted(tensors, key=lambda name: name in tied)
@@ -353,15 +354,15 @@ def plan_export(model: nn.Module) -> Export:
 def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> Export:
     """Find by stand-ins on meta which tensors peft saves, and by which names."""
     if len(model.peft_config) != 1:
-        problem = f"must have one adapter, and has {', '.join(model.peft_config)}"
         raise CheckpointError(
-            message("model", problem, "A directory holds one", "Delete all but one, and save")
+            f"model must have one adapter, and has {', '.join(model.peft_config)}. A directory "
+            "holds one. Delete all but one, and save."
         )
     ((adapter, config),) = model.peft_config.items()
     if config.is_prompt_learning:
-        fix = "Call model.save_pretrained inside `with full_params(model):`"
         raise CheckpointError(
-            message("model", "learns prompts", "peft computes what it saves of them", fix)
+            "model learns prompts. peft computes what it saves of them. Call "
+            "model.save_pretrained inside `with full_params(model):`."
         )
     stand_ins = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -490,9 +491,7 @@ def named_full_tensors(
     """
     with together(groups_of(model), call="named_full_tensors") as poll:
         if names not in ("model", "hub"):
-            raise ShardkitError(
-                message("names", f'must be "model" or "hub", got {names!r}', "", "")
-            )
+            raise ShardkitError(f'names must be "model" or "hub", got {names!r}.')
         same = {
             "names": names,
             "bucket_bytes": bucket_bytes,

@@ -343,12 +343,8 @@ def _merge_optimizer(merged: dict[str, Any], stage: dict[str, Any], rank: int) -
     merged["state"] |= stage["state"]
     for group in stage["param_groups"]:
         for name in group["params"]:
-            others = {
-                key: value for key, value in known.get(name, group).items() if key != "params"
-            }
-            if repr(others) != repr(
-                {key: value for key, value in group.items() if key != "params"}
-            ):
+            options = known.get(name, group) | {"params": group["params"]}
+            if repr(options) != repr(group):
                 raise CheckpointError(
                     f"{name} has other options in the optimizer of rank {rank} than before it."
                 )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import is_wrapper, local_tensor
 from shardkit.checkpoint.byte_ranges import full_box, part_of
 from shardkit.checkpoint.source import Contents, Stored, contents_of
-from shardkit.errors import CheckpointError, listing, message
+from shardkit.errors import CheckpointError, listing
 from shardkit.shards import Box, box_at, common, covers, inside, local_value
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -112,17 +112,16 @@ def rank_files(path: Path) -> dict[str, list[Path]]:
     kinds = [_OPTIMIZER in name for name, _ in sets]
     if len(set(kinds)) < len(kinds) or len({world for _, world in sets}) > 1:
         names = listing(f"{name}_*{world}" for name, world in sets)
-        rule = "A directory must have the files of one model and its optimizer, saved by one world"
         raise CheckpointError(
-            message(str(path), f"has {names}", rule, "Pass one of the files: its set is read")
+            f"{path} has {names}. A directory must have the files of one model and its optimizer, "
+            "saved by one world. Pass one of the files: its set is read."
         )
     for (name, world), files in sets.items():
-        if missing := [
-            str(rank) for rank in range(int(world or max(files) + 1)) if rank not in files
-        ]:
-            problem = f"has {name}_*{world}, and the files of ranks {listing(missing)} are missing"
+        missing = set(range(int(world or max(files) + 1))) - files.keys()
+        if missing:
             raise CheckpointError(
-                message(str(directory), problem, "", "Fetch the missing files: all are needed")
+                f"{directory} has {name}_*{world}, and the files of ranks "
+                f"{listing(map(str, sorted(missing)))} are missing. Fetch them: all are needed."
             )
     return {name: [files[rank] for rank in sorted(files)] for (name, _), files in sets.items()}
 
@@ -132,9 +131,10 @@ def _load(file: Path) -> Mapping[Any, Any]:
     with torch.serialization.safe_globals(_SHELLS):
         tree = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
     if not isinstance(tree, Mapping):
-        rule = "A checkpoint is a dict of tensors, or of such dicts"
-        fix = "Save model.state_dict() rather than the model"
-        raise CheckpointError(message(str(file), f"holds a {type(tree).__name__}", rule, fix))
+        raise CheckpointError(
+            f"{file} holds a {type(tree).__name__}. A checkpoint is a dict of tensors, or of such "
+            "dicts. Save model.state_dict() rather than the model."
+        )
     return tree
 
 
@@ -179,16 +179,12 @@ def _box(tensor: DTensor, rank: int, key: str) -> Box:
 
 
 def _refused(key: str, problem: str) -> CheckpointError:
-    rule = (
-        "Shards are read from the files of all ranks, as DTensors, ShardedTensors or FSDP1's flat "
-        "parameters, and "
+    return CheckpointError(
+        f"{key} {problem}. Shards are read from the files of all ranks, as DTensors, "
+        "ShardedTensors or FSDP1's flat parameters, and an optimizer of FSDP1 by name, from "
+        "FSDP.optim_state_dict(model, optimizer). Pass the directory, with rank_<number> at the "
+        "end of the files' names; or pass the model's file alone."
     )
-    rule += "an optimizer of FSDP1 by name, from FSDP.optim_state_dict(model, optimizer)"
-    fix = (
-        "Pass the directory, with rank_<number> at the end of the files' names; or pass the "
-        "model's file alone"
-    )
-    return CheckpointError(message(key, problem, rule, fix))
 
 
 # ---- FSDP1 ---------------------------------------------------------------------------------------
@@ -282,9 +278,11 @@ def _by_parameter(trees: _Trees, shapes: Shapes | None, where: str) -> dict[Any,
     multiples of 16 bytes, and are listed by name too.
     """
     if shapes is None:
-        rule = "Flat parameters do not store the shapes of parameters, so the model must give them"
-        fix = "Load it with load_checkpoint(path, model), and save that"
-        raise CheckpointError(message(where, "is FSDP1's LOCAL_STATE_DICT", rule, fix))
+        raise CheckpointError(
+            f"{where} is FSDP1's LOCAL_STATE_DICT. Flat parameters do not store the shapes of "
+            "parameters, so the model must give them. Load it with load_checkpoint(path, model), "
+            "and save that."
+        )
     units: dict[str, list[str]] = {
         key.removesuffix(_FLAT): [] for key in trees[0] if key.endswith(_FLAT)
     }
@@ -306,11 +304,10 @@ def _by_parameter(trees: _Trees, shapes: Shapes | None, where: str) -> dict[Any,
             end = start + shapes[name].numel()
         total = sum(shard.numel() for shard in shards)
         if not end <= total <= end + max(len(trees) - 1, 1):
-            rule = "The shards of all ranks must add up to the model's parameters, unit by unit"
-            fix = (
-                "Load into the model that was saved, with its parameters in the same order, or "
-                "save FULL_STATE_DICT"
+            raise CheckpointError(
+                f"{where}: {listing(names)} has {total} elements in the files, and {end} here. The "
+                "shards of all ranks must add up to the model's parameters, unit by unit. Load "
+                "into the model that was saved, with its parameters in the same order, or save "
+                "FULL_STATE_DICT."
             )
-            problem = f"has {total} elements in the files, and {end} here"
-            raise CheckpointError(message(f"{where}: {listing(names)}", problem, rule, fix))
     return found

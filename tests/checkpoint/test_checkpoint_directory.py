@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import saved_before
 import torch
 
-from shardkit.checkpoint import directory, load_checkpoint, save_checkpoint
+from shardkit.checkpoint import directory, latest_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
 
 # --- Manifest -------------------------------------------------------------------------------------
@@ -72,6 +74,74 @@ def test_killed_between_the_renames_the_old_one_is_found_and_put_back(tmp_path):
     directory.prepare(path, True)
     assert listing(tmp_path) == ["a"]
     assert directory.latest_checkpoint(tmp_path) == path
+
+
+def test_killed_between_the_renames_the_usual_loop_goes_on_from_the_old_one(tmp_path):
+    model, path = torch.nn.Linear(2, 2), tmp_path / "last"
+    save_checkpoint(path, model, extra={"step": 1})
+    os.rename(path, directory.replaced_of(path))
+    assert latest_checkpoint(tmp_path) == path
+    assert load_checkpoint(path, model) == {"step": 1}
+    path.mkdir()  # as by a script that makes its directories first
+    assert load_checkpoint(latest_checkpoint(tmp_path), model) == {"step": 1}
+    with pytest.raises(CheckpointError, match="exists"):
+        save_checkpoint(path, model)
+    os.rename(path, directory.replaced_of(path))
+    save_checkpoint(path, model, extra={"step": 2}, overwrite=True)
+    assert load_checkpoint(path, model) == {"step": 2}
+    assert listing(tmp_path) == ["last"]
+
+
+def test_what_was_replaced_stays_while_something_else_is_in_its_place(tmp_path):
+    path = write_checkpoint(tmp_path / "last")
+    os.rename(path, directory.replaced_of(path))
+    path.mkdir()
+    (path / "notes").touch()
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        directory.prepare(path, True)
+    assert listing(tmp_path) == [".last.old", "last"]
+
+
+def test_a_deletion_that_was_killed_leaves_nothing_that_is_taken_for_a_checkpoint(
+    tmp_path, monkeypatch
+):
+    path = write_checkpoint(tmp_path / "last", created=2)
+    write_checkpoint(directory.replaced_of(path), created=1)
+
+    def delete_one_file(place: Path, **options: object) -> None:
+        if place.is_dir():
+            (place / "data").unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", delete_one_file)
+        directory.clear(path)
+    assert listing(tmp_path) == [".last.tmp", "last"]
+    os.rename(path, tmp_path / "moved")
+    assert latest_checkpoint(tmp_path) == tmp_path / "moved"
+    directory.prepare(path, False)
+    assert listing(tmp_path) == ["moved"]
+
+
+@pytest.mark.parametrize("keep", [None, 2])
+def test_leftovers_of_killed_saves_are_cleared_before_anything_is_written(keep, tmp_path):
+    for name in ("step-1", "step-2", "best"):
+        write_temporary(tmp_path / name)
+    directory.prepare(tmp_path / "step-2", False, keep)
+    others = [".best.tmp"] if keep else [".best.tmp", ".step-1.tmp"]
+    assert listing(tmp_path) == others
+
+
+def test_the_latest_may_be_of_an_earlier_version_and_its_load_says_so(tmp_path):
+    shutil.copytree(saved_before.PLACE, tmp_path / "step-9")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-9"
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"has version 1.*model\.safetensors"):
+        load_checkpoint(latest_checkpoint(tmp_path), model)
+    save_checkpoint(tmp_path / "step-10", model)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-10"
+    save_checkpoint(tmp_path / "step-9", model, overwrite=True, keep=1)
+    assert listing(tmp_path) == ["step-9"]
+    load_checkpoint(tmp_path / "step-9", model)
 
 
 def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):

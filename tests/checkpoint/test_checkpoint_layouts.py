@@ -5,6 +5,7 @@ checkpoints.
 from __future__ import annotations
 
 import json
+import logging
 from unittest import mock
 
 import pytest
@@ -24,7 +25,13 @@ from layouts_net import (
 from meshes import mesh_of
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save, save_checkpoint
+from shardkit.checkpoint import (
+    convert_checkpoint,
+    load_checkpoint,
+    load_extras,
+    save,
+    save_checkpoint,
+)
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
 
@@ -137,7 +144,34 @@ def test_extra_is_each_ranks_own(tmp_path):
     assert len(load_checkpoint(tmp_path / "a", net)["x"]) == dist.get_rank()
     other, _ = built(plain)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    assert load_checkpoint(tmp_path / "a", other, group=alone)["batches"] == 0
+    with mock.patch.object(logging.getLogger("shardkit"), "warning") as warning:
+        assert load_checkpoint(tmp_path / "a", other, group=alone)["batches"] == 0
+    assert [call.args[1:] for call in warning.mock_calls] == [(tmp_path / "a", 4, 1)]
+    assert "load_extras" in warning.mock_calls[0].args[0]
+    assert [extra["batches"] for extra in load_extras(tmp_path / "a")] == [0, 1, 2, 3]
+
+
+@distributed(world_size=4, backend="gloo")
+def test_a_rank_that_gives_no_extra_gets_the_first_ranks(tmp_path):
+    net, _ = built(LAYOUTS["one_mesh"])
+    rank = dist.get_rank()
+    save_checkpoint(tmp_path / "one", net, extra=None if rank else {"step": 3})
+    assert load_checkpoint(tmp_path / "one", net) == {"step": 3}
+    assert load_extras(tmp_path / "one") == [{"step": 3}] * 4
+    save_checkpoint(tmp_path / "some", net, extra=None if rank == 2 else rank)
+    assert load_checkpoint(tmp_path / "some", net) == (0 if rank == 2 else rank)
+    assert load_extras(tmp_path / "some") == [0, 1, 0, 3]
+    other, _ = built(plain)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with mock.patch.object(logging.getLogger("shardkit"), "warning") as warning:
+        assert load_checkpoint(tmp_path / "one", other, group=alone) == {"step": 3}
+    assert not warning.mock_calls
+
+
+def test_only_checkpoints_of_save_checkpoint_have_extras(tmp_path):
+    torch.save({"model": torch.nn.Linear(2, 2).state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="was not written by save_checkpoint"):
+        load_extras(tmp_path / "a.pt")
 
 
 # ---- what cannot be told from replicas, and what was lost ----------------------------------------
@@ -197,5 +231,4 @@ def test_each_argument_that_differs_is_named_with_its_ranks(tmp_path):
         CheckpointError, match=r"rank 3 differs from rank 0 in verify \(false instead of true\)"
     ):
         load_checkpoint(tmp_path / "a", net, verify=not last)
-    found = load_checkpoint(tmp_path / "a", net)
-    assert found is None if dist.get_rank() else torch.equal(found["only"], torch.ones(3))
+    assert torch.equal(load_checkpoint(tmp_path / "a", net)["only"], torch.ones(3))

@@ -174,7 +174,7 @@ def save_two(root, said, async_=False):
 
 @pytest.mark.parametrize("async_", [False, True])
 def test_on_a_full_disk_all_ranks_raise_and_the_previous_one_loads(async_, small_disk):
-    save_two(small_disk, "No space left on device", async_)
+    save_two(small_disk, r"No space left on device: '.*step-2\.tmp/model\.safetensors'", async_)
     assert listing(small_disk) == ["step-1"]
     assert value_of(latest_checkpoint(small_disk)) == 1.0
 
@@ -207,6 +207,16 @@ def test_what_one_rank_meets_all_raise_with_its_reason(function, rank, tmp_path)
     dist.barrier()
     assert listing(tmp_path) == ["step-1"]
     assert value_of(tmp_path / "step-1") == 1.0
+
+
+@pytest.mark.parametrize(("name", "keep"), [("step-2", None), ("step-1", 2)])
+def test_a_disk_that_is_full_of_what_a_killed_save_left_recovers(name, keep, small_disk):
+    draft = small_disk / f".{name}.tmp"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(bytes(200 << 10))
+    save_checkpoint(small_disk / "step-2", net(1.0, size=180), extra={"value": 1.0}, keep=keep)
+    assert listing(small_disk) == ["step-2"]
+    assert value_of(small_disk / "step-2", size=180) == 1.0
 
 
 # --- In the background ----------------------------------------------------------------------------

@@ -4,17 +4,21 @@ generators.
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
 import os
 import random
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shardkit.checkpoint import load_checkpoint, save, save_checkpoint
 from shardkit.checkpoint.random_state import random_states, restore_random
 from shardkit.checkpoint.source import pack, unpack
 from shardkit.errors import CheckpointError
@@ -29,7 +33,7 @@ ATOMS = st.one_of(
     st.complex_numbers(),
     st.text(),
     st.binary().map(os.fsdecode),  # with half surrogate pairs
-    st.binary(min_size=1),
+    st.binary(),
     st.sampled_from(
         [
             torch.float32,
@@ -52,6 +56,7 @@ VALUES = st.recursive(
         st.dictionaries(st.integers(), st.integers(), max_size=3).map(Counter),
         st.lists(st.tuples(KEYS, inner), max_size=3).map(OrderedDict),
         st.sets(st.integers(), max_size=3),
+        st.frozensets(st.integers(), max_size=3),
     ),
     max_leaves=8,
 )
@@ -83,6 +88,36 @@ def through_json(value: object) -> object:
 @example([complex(-math.inf, -math.nan), complex(math.nan, -0.0), math.inf, -math.inf])
 def test_plain_data_comes_back_exactly(value):
     assert same(through_json(value), value)
+
+
+class Strings(dict):
+    pass
+
+
+PAIR = namedtuple("PAIR", "a b")
+
+
+KEPT = [Counter("aab"), OrderedDict(a=1), frozenset({1}), b"", bytearray(b""), torch.uint4]
+REFUSED = [
+    *(defaultdict(int), defaultdict(list, a=[1]), Strings(a=1), PAIR(1, 2), deque([1]), range(3)),
+    *(1 << 3000, slice(1, 2), Path("a"), datetime.date(2026, 1, 1), Ellipsis, torch.Generator()),
+]
+
+
+@pytest.mark.parametrize("value", [*KEPT, torch.nn.Parameter(torch.ones(2))], ids=repr)
+def test_types_come_back_with_the_values(value, tmp_path):
+    model = torch.nn.Linear(1, 1)
+    save_checkpoint(tmp_path / "a", model, extra={"v": value})
+    found = load_checkpoint(tmp_path / "a", model)["v"]
+    assert type(found) is type(value)
+    assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+
+
+@pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
+def test_types_that_would_not_come_back_are_refused(value, tmp_path):
+    with pytest.raises(CheckpointError, match="extra cannot be saved"):
+        save_checkpoint(tmp_path / "a", torch.nn.Linear(1, 1), extra={"v": value})
+    assert not any(tmp_path.iterdir())
 
 
 def holding_itself():
@@ -175,3 +210,17 @@ def test_seeded_by_rank_they_differ_reproducibly():
 
 def test_an_accelerator_that_is_absent_is_skipped():
     restore_random({"cuda": torch.zeros(16, dtype=torch.uint8)})
+
+
+def test_the_random_state_of_a_gpu_is_skipped_by_a_cuda_build_without_a_gpu(tmp_path):
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    model = torch.nn.Linear(2, 2)
+    states = {**random_states(), "cuda": torch.zeros(16, dtype=torch.uint8)}
+    with mock.patch.object(save, "random_states", return_value=states):
+        save_checkpoint(tmp_path / "a", model)
+    drawn = draws()
+    with mock.patch.object(torch.accelerator, "current_accelerator", current_accelerator):
+        load_checkpoint(tmp_path / "a", model)
+    assert draws() == drawn

@@ -316,6 +316,41 @@ def test_a_plain_model_and_what_is_beside_it(tmp_path):
     assert_equal(again.state_dict(), model.bfloat16().state_dict())
 
 
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
+def test_a_save_that_is_stopped_at_any_rename_leaves_a_whole_model(stop, tmp_path, monkeypatch):
+    """As a kill does, but that what is cleared at the end is cleared."""
+    place, old = tmp_path / "out", made("llama", 3)
+    save_pretrained(old, place, max_shard_size=1 << 12)
+    (place / "tokenizer.json").write_text("{}")
+    (place / "checkpoint-1").mkdir()
+    (place / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    rename, seen = os.rename, []
+
+    def stops(source: Path, target: Path) -> None:
+        seen.append(target.name)
+        if len(seen) == at:
+            raise stop
+        rename(source, target)
+
+    for at in (1, 2):
+        seen.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", stops)
+            with pytest.raises((KeyboardInterrupt, CheckpointError, OSError)):
+                save_pretrained(made("llama", 4), place, overwrite=True)
+        (name,) = (each.name for each in tmp_path.iterdir())
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert_equal(again.state_dict(), old.state_dict())
+        assert name == ("out" if stop is OSError or at == 1 else ".out.old")
+    new = made("llama", 5)
+    save_pretrained(new, place, overwrite=True)
+    assert_equal(AutoModelForCausalLM.from_pretrained(place).state_dict(), new.state_dict())
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert (place / "tokenizer.json").exists()
+    assert (place / "checkpoint-1" / "trainer_state.json").exists()
+    assert not list(place.glob("model-*"))
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_float8_weights_with_scales_are_refused(strict, tmp_path):
     model = made("llama", 3)
