@@ -346,12 +346,11 @@ def _plan_optimizer(
     if not request.strict:
         problems["missing"] = problems["unexpected"] = []
     problems["of another class"] = other_classes(optimizers, own, found)
-    rule = (
-        "The optimizer must have the class, parameters and groups that were saved; nothing was "
-        "changed"
+    rule = "It must have the class, parameters and groups that were saved; nothing was changed"
+    fix = (
+        "Build it as before, with the same parameters frozen, or load the model without it, or "
+        "pass strict=False to leave out parameters that only one side has"
     )
-    fix = "Build it as before, with the same parameters frozen, or load the model without it, "
-    fix += "or pass strict=False to leave out parameters that only one side has"
     raise_listed(f"{request.where} (optimizer)", problems, rule, fix, CheckpointError)
 
     kept = set(chain.from_iterable(own))

@@ -60,14 +60,14 @@ class NativeCheckpoint(Safetensors):
         is rank 0's.
         """
         own, differing = dict(self.shared), dict[str, bytes]()
-        is_same_world = world_size == self._manifest["world_size"]
+        is_same_world = self._sizes is None or world_size == len(self._sizes)
         if self._sizes is not None:
             differing = self._of_rank(number if is_same_world else 0)
         if not is_same_world and "extra" in differing and number == 0:
             logger.warning(
                 "%s: extra differs between the %d ranks that saved, and %d load: all get rank 0's. "
                 "load_extras(path) returns all of them",
-                *(self._directory, self._manifest["world_size"], world_size),
+                *(self._directory, len(self._sizes), world_size),
             )
         extra = unpack((own | differing)["extra"])
         for part, is_own in ((own, True), (differing, is_same_world)) if random else ():

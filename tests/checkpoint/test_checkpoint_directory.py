@@ -40,6 +40,21 @@ def test_what_is_no_manifest_is_one_error(text, tmp_path):
         directory.read_manifest(tmp_path)
 
 
+def test_no_flipped_bit_of_a_manifest_changes_what_a_load_returns(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "a", model, extra={"step": 1})
+    weight, file = model.weight.clone(), tmp_path / "a" / directory.MANIFEST
+    data = file.read_bytes()
+    for at in range(0, len(data), 2):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 7]) + data[at + 1 :])
+        try:
+            extra = load_checkpoint(tmp_path / "a", model)
+        except CheckpointError:
+            continue
+        assert extra == {"step": 1}
+        assert torch.equal(model.weight, weight)
+
+
 # --- Directories ----------------------------------------------------------------------------------
 
 
