@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,13 @@ from shardkit._fsdp import (
     share_attributes,
     slot_of,
     states_of,
+    tensor_hooks,
 )
 from shardkit._fsdp.collectives import has_gradient
 from shardkit._fsdp.states import drop_unreduced_gradients
-from shardkit._torch import has_own_dispatch, units_of
+from shardkit._torch import has_own_dispatch, plain_shards, units_of
+
+waiting_units: WeakSet[PlainUnit] = WeakSet()  # after a backward that left gradients unreduced
 
 
 class PlainShard(FSDPParam):
@@ -125,6 +128,7 @@ class PlainShard(FSDPParam):
     def _setattr_on_modules(self, param: nn.Parameter) -> None:
         if param is self.sharded_param and self.is_shown:
             param = self.plain
+            plain_shards[param] = True
         super()._setattr_on_modules(param)
 
     def take_gradient(self, sharded: Any) -> None:
@@ -133,6 +137,11 @@ class PlainShard(FSDPParam):
             return
         grad = self.flat(sharded.grad._local_tensor)
         sharded.grad = None
+        if self.grad_offload_event is not None:  # before torch 2.13 the copy may still run
+            self.grad_offload_event.synchronize()
+        for hook in (tensor_hooks(self.plain) or {}).values():
+            replaced = hook(grad)
+            grad = grad if replaced is None else replaced
         if self.plain.grad is None:
             self.plain.grad = grad
         else:
@@ -150,6 +159,10 @@ class PlainShard(FSDPParam):
             self.follow()
         else:
             self.convert()
+
+    def is_waiting(self) -> bool:
+        """Whether ``p.grad`` stands for a gradient that is not reduced yet."""
+        return self.waiting is not None and self.plain.grad is self.waiting[0]
 
     # ---- before a forward
 
@@ -230,7 +243,8 @@ class PlainUnit(FSDPParamGroup):
     it aside. Here ``p.grad`` is zeros meanwhile, to which the reduced gradient will be added, and a
     backward begins by dropping what waits for the parameters whose ``p.grad`` is gone or was
     zeroed. The zeros are negative: scaling them (clipping, ``unscale_``) keeps the sign,
-    ``zero_()`` does not.
+    ``zero_()`` does not. Where this rank has no part of a parameter there is no sign to see:
+    ``p.grad`` requires a gradient meanwhile, which ``zero_grad()`` ends.
     """
 
     fsdp_params: list[PlainShard]  # type: ignore[assignment]
@@ -256,26 +270,26 @@ class PlainUnit(FSDPParamGroup):
             if has_gradient(param):
                 if param.plain.grad is None:
                     param.plain.grad = torch.full_like(param.plain, -0.0, requires_grad=False)
-                param.waiting = param.plain.grad, param.plain.grad._version
+                grad = param.plain.grad
+                if not grad.numel():
+                    grad.requires_grad_()
+                param.waiting = grad, grad._version
+                waiting_units.add(self)
 
     def drop_cleared(self) -> None:
-        is_zeroed = False
+        waiting_units.discard(self)
         unit: Any = self
-        empty = []
         for param in self.fsdp_params:
             if param.waiting is None:
                 continue
             (grad, version), param.waiting = param.waiting, None
-            now = param.plain.grad
-            if now is not grad:
+            if not grad.numel():
+                is_zeroed = not grad.requires_grad
+                grad.requires_grad_(False)
+            else:
+                is_zeroed = grad._version != version and not (grad.any() or grad.signbit().any())
+            if is_zeroed or param.plain.grad is not grad:
                 drop_unreduced_gradients(unit, [param])
-            elif now._version != version and not now.numel():
-                empty.append(param)  # nothing to see: as the other parameters of the unit
-            elif now._version != version and not (now.any() or now.signbit().any()):
-                drop_unreduced_gradients(unit, [param])
-                is_zeroed = True
-        if is_zeroed:
-            drop_unreduced_gradients(unit, empty)
 
 
 # ---- for the drop-in
@@ -337,8 +351,10 @@ def follow(units: Iterable[PlainUnit]) -> None:
             param.version = param.plain._version
         if has_changed:
             unit._init_mp_dtypes()  # of the parameters that train
-        if is_written and unit.is_unsharded:
-            unit.reshard()  # a forward without backward left it with the old values
+        # A forward without backward left the unit with the old values; a write to p.data shows
+        # nowhere. Under no_sync SHARD_GRAD_OP gathers once, as in FSDP1.
+        if unit.is_unsharded and (is_written or unit.reshard_after_backward):
+            unit.reshard()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit.errors import ShardkitError, message
 
@@ -78,15 +79,23 @@ def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Par
     for module in modules:
         for unit in units_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
             if getattr(unit, "shows_plain", False):
-                raise ShardkitError(
-                    "The model is wrapped by FullyShardedDataParallel, whose parameters are plain "
-                    "tensors, each rank's part. Use its own methods, or "
-                    "shardkit.fsdp1.as_dtensors(model) around functions of shardkit."
-                )
+                raise is_wrapped()
             for fsdp_param in () if unit.is_sharded else unit.fsdp_params:
                 info = fsdp_param._module_info
                 sharded[getattr(info.module, info.param_name)] = fsdp_param.sharded_param
     return sharded
+
+
+# The plain tensors that the drop-in for FSDP1's class shows in the place of DTensors.
+plain_shards: Any = WeakIdKeyDictionary()
+
+
+def is_wrapped() -> ShardkitError:
+    return ShardkitError(
+        "The model is wrapped by FullyShardedDataParallel, whose parameters are plain tensors, "
+        "each rank's part. Use its own methods, or shardkit.fsdp1.as_dtensors(model) around "
+        "functions of shardkit."
+    )
 
 
 def units_of(state: Any) -> list[Any]:

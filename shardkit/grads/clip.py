@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit._torch import local_tensor, plain_attributes, sharded_parameters, steps
+from shardkit._torch import (
+    is_wrapped,
+    local_tensor,
+    plain_attributes,
+    plain_shards,
+    sharded_parameters,
+    steps,
+)
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import collective_device, note
 from shardkit.runtime.stepping import check_awake
@@ -108,11 +115,11 @@ def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tenso
     """Return each parameter once, in order; of a unit left unsharded the sharded ones, which have
     the gradients.
     """
-    if isinstance(parameters, (nn.Module, Tensor)):
-        return (
-            [parameters] if isinstance(parameters, Tensor) else list(sharded_parameters(parameters))
-        )
-    params = list(dict.fromkeys(parameters))
+    if isinstance(parameters, nn.Module):
+        return list(sharded_parameters(parameters))
+    params = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
+    if plain_shards and any(param in plain_shards for param in params):
+        raise is_wrapped()
     if not params and isinstance(parameters, Iterator):
         problem = "is a generator that was read before"
         raise ShardkitError(

@@ -17,12 +17,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardkit._fsdp.fsdp1 import STATE_OF
-from shardkit.fsdp1.dropin.record import Unavailable, is_wrapper, wrappers_of
+from shardkit._fsdp.plain import waiting_units
+from shardkit.errors import ShardkitError, listing
+from shardkit.fsdp1.dropin.record import (
+    Unavailable,
+    is_wrapper,
+    without_wrappers,
+    wrappers_of,
+)
 
 STATICS = []
 for _name, _value in vars(TorchFSDP).items():
@@ -63,6 +73,7 @@ def install(ours: type[nn.Module]) -> None:
     # torch.distributed.checkpoint asks for the state of each of FSDP.fsdp_modules(model).
     state_of = getattr(checkpoint, STATE_OF)
     _replace(checkpoint, STATE_OF, lambda module: is_wrapper(module) or state_of(module))
+    _undo.callback(register_optimizer_step_pre_hook(_before_step).remove)
 
 
 def uninstall() -> None:
@@ -98,3 +109,23 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
         f"{name} is a private function of torch's FSDP1, for flat parameters and handles, which "
         "FSDP2 does not have. Use model.parameters(), or reshard() and unshard() of model.module."
     )
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or not waiting_units:
+        return
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))
+    names = []
+    for unit in waiting_units:
+        for param in unit.fsdp_params:
+            if id(param.plain) in held and param.is_waiting():
+                names.append(without_wrappers(param.fqn))
+    if names:
+        raise ShardkitError(
+            f"{type(optimizer).__name__}.step() was called while gradients of "
+            f"{listing(sorted(names), 6)} wait to be reduced: after a backward under no_sync() "
+            "p.grad is zeros. Run the last backward outside of no_sync(), or drop them by "
+            "optimizer.zero_grad()."
+        )

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from fsdp1_models import fsdp1, quiet
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from shardkit import ShardkitError, TranslationError
+from shardkit import ShardkitError, TranslationError, clip_grad_norm_
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1 import as_dtensors
 from shardkit.testing import distributed, fake_world
 
 BF16 = torch.bfloat16
@@ -122,13 +124,19 @@ def test_norms_and_penalties_by_hand():
     torch.testing.assert_close(model.clip_grad_norm_(1e9), wanted)
 
 
+def short():
+    """Its last unit is one number, of which one rank of two has nothing."""
+    return nn.Sequential(*net(), nn.Linear(1, 1, bias=False))
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("build", [net, short])
 @distributed(world_size=2, backend="gloo")
-def test_an_optimizer_drops_what_no_sync_put_aside(set_to_none, before):
+def test_an_optimizer_drops_what_no_sync_put_aside(set_to_none, before, build):
     found = []
     for drops in (True, False):
-        model = FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        model = FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(before * drops):
             model(inputs(1)).sum().backward()
@@ -139,12 +147,14 @@ def test_an_optimizer_drops_what_no_sync_put_aside(set_to_none, before):
             optimizer.zero_grad(set_to_none=set_to_none)
         model(inputs(0)).sum().backward()
         found.append([param.grad for param in model.parameters()])
+        assert not any(param.grad.requires_grad for param in model.parameters())
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("build", [net, short])
 @distributed(world_size=2, backend="gloo")
-def test_scaling_what_waits_does_not_drop_it():
-    plain, model = net(), FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+def test_scaling_what_waits_does_not_drop_it(build):
+    plain, model = build(), FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     with model.no_sync():
         model(inputs(0)).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -158,16 +168,125 @@ def test_scaling_what_waits_does_not_drop_it():
 
 
 @distributed(world_size=2, backend="gloo")
-def test_conversions_and_a_write_after_a_forward_alone():
+def test_a_step_while_a_gradient_waits_is_refused():
+    model = FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # its decay alone would change them
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with model.no_sync():
+        model(inputs(0)).sum().backward()
+        with pytest.raises(ShardkitError, match=r"AdamW.step.* gradients of 0.bias, 0.weight, 2"):
+            optimizer.step()
+        other.step()
+    with pytest.raises(ShardkitError, match="Run the last backward outside of no_sync"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    with model.no_sync():
+        model(inputs(0)).sum().backward()
+    model(inputs(1)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before[0], model.module[0].weight)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_conversions():
     model = FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     model(inputs(0)).sum().backward()
     model.to("cpu").double()
-    plain = net().double()
-    torch.testing.assert_close(model(inputs(0).double()), plain(inputs(0).double()))
-    with torch.no_grad():
-        for param in (*model.parameters(), *plain.parameters()):
-            param.mul_(2)
-    torch.testing.assert_close(model(inputs(0).double()), plain(inputs(0).double()))
+    torch.testing.assert_close(model(inputs(0).double()), net().double()(inputs(0).double()))
+
+
+def doubled(param):
+    param.mul_(2)
+
+
+def doubled_data(param):
+    param.data.mul_(2)  # which the version of the parameter does not show
+
+
+@pytest.mark.parametrize("write", [doubled, doubled_data])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})])
+@distributed(world_size=2, backend="gloo")
+def test_values_written_after_a_forward_alone_are_used(write, strategy, policy):
+    plain, model = net(), FSDP(net(), sharding_strategy=strategy, auto_wrap_policy=policy)
+    for each in (plain, model):
+        each(inputs(0))  # which leaves what is not resharded after forward with the old values
+        with torch.no_grad():
+            for param in each.parameters():
+                write(param)
+    torch.testing.assert_close(model(inputs(0)), plain(inputs(0)))
+    first = model(inputs(0)).sum()  # and two forwards before one backward are right
+    (first + model(inputs(1)).sum()).backward()
+    (plain(inputs(0)).sum() + plain(inputs(1)).sum()).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(model.clip_grad_norm_(1e9), wanted)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_hooks_of_register_hook_get_and_replace_the_reduced_part():
+    model, hooked = (FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})) for _ in range(2))
+    seen = {}
+    for name, param in hooked.named_parameters():
+
+        def hook(grad, name=name):
+            seen[name] = grad.clone()
+            return grad * 2 if name.endswith("weight") else None
+
+        param.register_hook(hook)
+    for each in (model, hooked):
+        each(inputs(dist.get_rank())).sum().backward()
+    for name, param in model.named_parameters():
+        assert torch.equal(seen[name], param.grad)
+        factor = 2 if name.endswith("weight") else 1
+        assert torch.equal(hooked.get_parameter(name).grad, factor * param.grad)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_norms_of_plain_parameters_are_this_ranks():
+    model = FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model(inputs(0)).sum().backward()
+    whole = model.clip_grad_norm_(1e9)
+    squares = sum(param.grad.square().sum() for param in model.parameters())
+    own = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # as on FSDP1
+    torch.testing.assert_close(own, squares.sqrt())
+    assert own < whole
+    for given in (list(model.parameters()), next(model.parameters()), model):
+        with pytest.raises(ShardkitError, match="plain tensors, each rank's part"):
+            clip_grad_norm_(given, 1.0)
+    with as_dtensors(model):
+        torch.testing.assert_close(clip_grad_norm_(list(model.parameters()), 1e9), whole)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_adafactor_leaves_out_what_is_empty():
+    model = FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    before = model.state_dict()
+    model(inputs(0)).sum().backward()
+    if dist.get_rank() == 1:  # which has nothing of the last layer
+        with pytest.raises(ZeroDivisionError):
+            torch.optim.Adafactor(model.parameters()).step()
+    optimizer = torch.optim.Adafactor([param for param in model.parameters() if param.numel()])
+    optimizer.step()
+    after = model.state_dict()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@distributed(world_size=2, backend="gloo")
+def test_state_from_before_the_wrap_does_not_fit(foreach):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    model(inputs(0)).sum().backward()
+    optimizer.step()
+    model = FSDP(model, use_orig_params=True)
+    optimizer.zero_grad()
+    model(inputs(0)).sum().backward()
+    with pytest.raises(RuntimeError, match="size"):
+        optimizer.step()
 
 
 def filled(module):
