@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Placement
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import (
     not_compiled,
@@ -42,7 +43,8 @@ from shardkit._fsdp.collectives import has_gradient
 from shardkit._fsdp.states import drop_unreduced_gradients
 from shardkit._torch import has_own_dispatch, plain_shards, units_of
 
-waiting_units: WeakSet[PlainUnit] = WeakSet()  # after a backward that left gradients unreduced
+# The FQN of the parameter for each p.grad that stands for a gradient which is not reduced yet.
+waiting_gradients: Any = WeakIdKeyDictionary()
 
 
 class PlainShard(FSDPParam):
@@ -160,10 +162,6 @@ class PlainShard(FSDPParam):
         else:
             self.convert()
 
-    def is_waiting(self) -> bool:
-        """Whether ``p.grad`` stands for a gradient that is not reduced yet."""
-        return self.waiting is not None and self.plain.grad is self.waiting[0]
-
     # ---- before a forward
 
     def find_registered(self) -> None:
@@ -248,6 +246,7 @@ class PlainUnit(FSDPParamGroup):
     """
 
     fsdp_params: list[PlainShard]  # type: ignore[assignment]
+    is_kept = False  # unsharded from a backward on, as SHARD_GRAD_OP is under no_sync
 
     @property
     def shows_plain(self) -> bool:
@@ -266,6 +265,7 @@ class PlainUnit(FSDPParamGroup):
 
     def finalize_backward(self) -> None:
         super().finalize_backward()  # type: ignore[no-untyped-call]
+        self.is_kept = not self.reshard_after_backward
         for param in self.fsdp_params:
             if has_gradient(param):
                 if param.plain.grad is None:
@@ -274,15 +274,15 @@ class PlainUnit(FSDPParamGroup):
                 if not grad.numel():
                     grad.requires_grad_()
                 param.waiting = grad, grad._version
-                waiting_units.add(self)
+                waiting_gradients[grad] = param.fqn
 
     def drop_cleared(self) -> None:
-        waiting_units.discard(self)
         unit: Any = self
         for param in self.fsdp_params:
             if param.waiting is None:
                 continue
             (grad, version), param.waiting = param.waiting, None
+            waiting_gradients.pop(grad)
             if not grad.numel():
                 is_zeroed = not grad.requires_grad
                 grad.requires_grad_(False)
@@ -351,10 +351,10 @@ def follow(units: Iterable[PlainUnit]) -> None:
             param.version = param.plain._version
         if has_changed:
             unit._init_mp_dtypes()  # of the parameters that train
-        # A forward without backward left the unit with the old values; a write to p.data shows
-        # nowhere. Under no_sync SHARD_GRAD_OP gathers once, as in FSDP1.
-        if unit.is_unsharded and (is_written or unit.reshard_after_backward):
+        # After a forward without backward gather again: a write to p.data shows nowhere.
+        if unit.is_unsharded and (is_written or not unit.is_kept):
             unit.reshard()
+        unit.is_kept = False
 
 
 @contextmanager

@@ -96,19 +96,21 @@ def clip_grad_norm_(
     with plain_attributes():
         grads = [param.grad for param in params]
         buckets, plain, partial = _split(params, grads)
-        norm = _total_norm(params, buckets, plain, p, group)
+        norm = total_norm(params, buckets, plain, p, group)
     if error_if_nonfinite and not norm.isfinite():
         problem = f"have the norm {norm.item()} of order {p:g}, and error_if_nonfinite=True"
         fix = "Skip this step, or lower the loss scale or learning rate"
         raise ShardkitError(message("gradients", problem, "No gradient was changed", fix))
+    scale_to(limit, norm, buckets, [*plain, *partial])
+    return norm
+
+
+def scale_to(limit: float, norm: Tensor, buckets: list[Bucket], plain: list[Tensor]) -> None:
+    """Scale gradients of a norm to at most ``limit``, in place. Local."""
     # Also by a factor of 1: to look at it would wait for the device.
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for same in [
-        *chain(*(each.kinds for each in buckets)),
-        *steps.by_device_and_dtype([*plain, *partial]),
-    ]:
+    for same in [*chain(*(each.kinds for each in buckets)), *steps.by_device_and_dtype(plain)]:
         steps.foreach_mul_(same, factor.to(same[0].device))
-    return norm
 
 
 def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -129,7 +131,7 @@ def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tenso
 
 
 @dataclass(eq=False)
-class _Bucket:
+class Bucket:
     """Local gradients of one mesh and its placements."""
 
     mesh: DeviceMesh
@@ -149,9 +151,9 @@ class _Bucket:
         ]
 
 
-def _total_norm(
+def total_norm(
     params: list[Tensor],
-    buckets: list[_Bucket],
+    buckets: list[Bucket],
     plain: list[Tensor],
     p: float,
     group: dist.ProcessGroup | None,
@@ -160,7 +162,7 @@ def _total_norm(
         has_plain = any(not isinstance(param, DTensor) for param in params)
         total = _mesh_power(buckets, plain, has_plain, p)
     elif group is None:
-        return nn.utils.get_total_norm(plain, p)
+        return nn.utils.gettotal_norm(plain, p)
     else:
         total = _power_sum(
             steps.by_device_and_dtype(plain), p, torch.device(collective_device(group))
@@ -175,7 +177,7 @@ def _total_norm(
 
 def _split(
     params: list[Any], grads: list[Tensor | None]
-) -> tuple[list[_Bucket], list[Tensor], list[Tensor]]:
+) -> tuple[list[Bucket], list[Tensor], list[Tensor]]:
     """Return a bucket for each mesh that this rank is in and its placements, also without
     gradients; the plain ones.
 
@@ -192,8 +194,8 @@ def _split(
             "optimizer_in_backward"
         )
         raise ShardkitError(message("parameters", problem, rule, fix))
-    buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Bucket] = {}
-    bucket: _Bucket | None = None
+    buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], Bucket] = {}
+    bucket: Bucket | None = None
     plain, partial = list[Tensor](), list[Tensor]()
 
     def summed(grad: DTensor, param: Any) -> Tensor:
@@ -208,7 +210,7 @@ def _split(
             mesh = steps.mesh_of(param)
             if bucket is None or mesh is not bucket.mesh or layout != bucket.placements:
                 # to hash all would cost more
-                bucket = buckets.setdefault((mesh, layout), _Bucket(mesh, layout))
+                bucket = buckets.setdefault((mesh, layout), Bucket(mesh, layout))
         if part is not None:
             (plain if layout is None or bucket is None else bucket.grads).append(part)
     return (
@@ -218,7 +220,7 @@ def _split(
     )
 
 
-def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p: float) -> Tensor:
+def _mesh_power(buckets: list[Bucket], plain: list[Tensor], has_plain: bool, p: float) -> Tensor:
     """Return the p-th power of the norm over all ranks of the parameters' meshes. Collective."""
     largest = max(buckets, key=lambda bucket: bucket.mesh.size())
     groups = largest.mesh.get_all_groups()

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardkit._fsdp.fsdp1 import STATE_OF
-from shardkit._fsdp.plain import waiting_units
+from shardkit._fsdp.plain import waiting_gradients
 from shardkit.errors import ShardkitError, listing
 from shardkit.fsdp1.dropin.record import (
     Unavailable,
@@ -112,20 +112,16 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or not waiting_units:
+    if torch.compiler.is_compiling() or not waiting_gradients:
         return
-    held: set[int] = set()
-    for group in optimizer.param_groups:
-        held.update(map(id, group["params"]))
     names = []
-    for unit in waiting_units:
-        for param in unit.fsdp_params:
-            if id(param.plain) in held and param.is_waiting():
-                names.append(without_wrappers(param.fqn))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad in waiting_gradients:
+                names.append(without_wrappers(waiting_gradients[param.grad]))
     if names:
         raise ShardkitError(
-            f"{type(optimizer).__name__}.step() was called while gradients of "
-            f"{listing(sorted(names), 6)} wait to be reduced: after a backward under no_sync() "
-            "p.grad is zeros. Run the last backward outside of no_sync(), or drop them by "
-            "optimizer.zero_grad()."
+            f"{type(optimizer).__name__}.step() was called while gradients of {listing(names, 6)} "
+            "wait to be reduced: after a backward under no_sync() p.grad is zeros. Run the last "
+            "backward outside of no_sync(), or drop them by optimizer.zero_grad()."
         )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 from shardkit.fsdp1.dropin import guards
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel
 
@@ -100,5 +100,7 @@ def _spec_of(name: str) -> Any:
 
 
 def _no_program(name: str, problem: str) -> ShardkitError:
-    rule = "A program is a Python file, a directory with __main__.py, or -m and a module"
-    return ShardkitError(message(name, problem, rule, "See --help"))
+    return ShardkitError(
+        f"{name} {problem}. A program is a Python file, a directory with __main__.py, or -m and a "
+        "module. See --help."
+    )
