@@ -273,6 +273,8 @@ def test_adafactor_leaves_out_what_is_empty():
     optimizer.step()
     after = model.state_dict()
     assert all(not torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(ShardkitError, match="rank 1 differs from rank 0 in which tensors"):
+        FSDP.optim_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("foreach", [True, False])
