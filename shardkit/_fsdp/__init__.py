@@ -27,6 +27,9 @@ from shardkit._torch import missing_name, units_of
 not_compiled = torch._compile._disable_dynamo
 
 
+_TRAINED = "_shardkit_trained"  # the attribute of an ``FSDPParam`` with its last requires_grad
+
+
 class FSDPUnit(Protocol):
     """torch's ``FSDPParamGroup``: the parameters of one all-gather and one reduce-scatter, and how
     both run.
@@ -39,6 +42,7 @@ class FSDPUnit(Protocol):
     fsdp_params: list[Any]
     device: torch.device
     is_sharded: bool  # neither gathered nor sharded over fewer ranks after forward
+    is_unsharded: bool
     mesh_info: Any  # has shard_process_group, replicate_process_group, or both
     post_forward_mesh_info: Any  # None: the parameters stay gathered from forward to backward
     reshard_after_backward: bool
@@ -49,6 +53,9 @@ class FSDPUnit(Protocol):
     post_backward: Callable[..., None]
     # called for each unit below the root when a backward ends
     finalize_backward: Callable[[], None]
+    wait_for_unshard: Callable[[], None]
+    _to_sharded: Callable[[], None]
+    _all_gather_result: Any  # of an all-gather that nothing has waited for
     _partial_reduce_output: Any  # reduce-scattered gradients that wait for an all-reduce
 
 
@@ -112,6 +119,7 @@ class StepState:
     hooked: list[str] = field(default_factory=list)  # with hooks of ``register_hook``
     written: list[str] = field(default_factory=list)  # that were written to while gathered
     unused: dict[FSDPUnit, list[str]] = field(default_factory=dict)  # without a gradient, by unit
+    unsharded: list[FSDPUnit] = field(default_factory=list)  # they would keep the values of before
 
 
 def state_at_step(units: Iterable[FSDPUnit], held: Collection[int]) -> StepState:
@@ -124,6 +132,8 @@ def state_at_step(units: Iterable[FSDPUnit], held: Collection[int]) -> StepState
     found = StepState()
     for unit in units:
         unused, written, has_gradient = [], [], False
+        if not unit.is_sharded or unit._all_gather_result is not None:
+            found.unsharded.append(unit)
         for param in unit.fsdp_params:
             sharded, state = param.sharded_param, vars(param)
             is_held = id(sharded) in held
@@ -148,6 +158,42 @@ def state_at_step(units: Iterable[FSDPUnit], held: Collection[int]) -> StepState
             found.unused[unit] = unused
             found.written += written
     return found
+
+
+# Whether the sharded and the unsharded form of an ``FSDPParam`` require grad.
+both_require_grad: Callable[[Any], tuple[bool, bool]] = operator.attrgetter(
+    "sharded_param.requires_grad", "_unsharded_param.requires_grad"
+)
+
+
+def keep_requires_grad(units: Iterable[FSDPUnit]) -> None:
+    """Give sharded parameters what ``requires_grad_()`` set on unsharded ones, which resharding
+    would undo. Local.
+
+    While a unit is unsharded either form may be set: modules register the unsharded one, but
+    optimizers and lists of parameters hold the sharded one. The one that changed wins.
+    """
+    for unit in units:
+        if unit.is_sharded:
+            continue
+        for param in unit.fsdp_params:
+            sharded, info = param.sharded_param, param._module_info
+            registered = info.module._parameters[info.param_name]
+            trains, before = sharded.requires_grad, vars(param).get(_TRAINED)
+            if registered.requires_grad != trains:
+                if trains == before or before is None:
+                    trains = not trains
+                    sharded.requires_grad_(trains)
+                else:
+                    registered.requires_grad_(trains)
+            vars(param)[_TRAINED] = trains
+
+
+def reshard_now(units: Iterable[FSDPUnit]) -> None:
+    """Reshard units, also those that an error in forward left in the middle of it. Local."""
+    for unit in units:
+        unit.wait_for_unshard()  # for one that was prefetched
+        unit._to_sharded()
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:

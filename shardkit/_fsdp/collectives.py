@@ -150,19 +150,17 @@ def reduce_unused(modules: Iterable[object], beside_used: bool = False) -> None:
         for unit in units_of(state):
             is_set = getattr(unit.post_backward, "func", None) is _post_backward  # an inner model's
             if not is_set:
-                unit.post_backward = partial(_post_backward, unit, unit.post_backward, beside_used)
+                unit.post_backward = partial(_post_backward, unit, beside_used)
 
 
 @not_compiled
-def _post_backward(
-    unit: FSDPUnit, original: Callable[[], None], beside_used: bool, *_: object
-) -> None:
+def _post_backward(unit: Any, beside_used: bool, *_: object) -> None:
     if unit.reduce_grads and (not beside_used or any(map(has_gradient, unit.fsdp_params))):
         for param in unit.fsdp_params:
             unsharded = gathered(param)
             if unsharded is not None and unsharded.requires_grad and not has_gradient(param):
                 unsharded.grad = torch.zeros_like(unsharded)
-    original()
+    type(unit).post_backward(unit)  # that of the class now, which accumulate() changes
 
 
 def has_gradient(param: Any) -> bool:

@@ -118,21 +118,6 @@ def drop_unreduced_gradients(unit: FSDPUnit, params: Iterable[Any] | None = None
             param._unsharded_param.grad = None
 
 
-def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
-    """Return the dtype that a unit's gradients are reduced in; None if none of its parameters
-    trains. Local, pure.
-    """
-    trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
-    if not trained:
-        return None
-    stored: torch.dtype = trained[0].sharded_param.dtype
-    policy = getattr(unit, "mp_policy", None)
-    if policy is not None:  # torch 2.13 and 2.14
-        return policy.reduce_dtype or policy.param_dtype or stored
-    # Since torch 2.15 there is a policy for each parameter, and param_dtype does not matter.
-    return trained[0].mp_policy.reduce_dtype or stored
-
-
 def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
     """Return the dtypes that floating-point parameters of the model's units are gathered in. Local,
     pure.
@@ -197,18 +182,3 @@ def _is_bound_to(hook: Any, state: Any) -> bool:
     while hook is not None and getattr(hook, "__self__", None) is not state:
         hook = getattr(hook, "__wrapped__", None)
     return hook is not None
-
-
-def gathered_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return the flat buffers that parameters are gathered into, with empty storages where
-    resharded. Local, pure.
-
-    memory: those resharded over fewer ranks too. Between two all-gathers torch 2.13 to 2.15 have no
-    public way to them.
-    """
-    params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
-    # set by the first forward
-    kept = [getattr(param, "_sharded_post_forward_param_data", None) for param in params]
-    return [tensor for param in params for tensor in param.all_gather_outputs] + [
-        t for t in kept if t is not None
-    ]

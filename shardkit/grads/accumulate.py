@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 from shardkit._fsdp import fsdp_units
+from shardkit._fsdp.collectives import reduce_unused
 from shardkit._fsdp.states import (
     drop_unreduced_gradients,
     fsdp_roots,
@@ -17,9 +18,10 @@ from shardkit._fsdp.states import (
     reset_iteration,
     units_gathered_until_backward,
 )
+from shardkit._fsdp.waiting import let_optimizers_clear
 from shardkit._torch import named_sharded_parameters, sharded_parameters
 from shardkit._torch.steps import steps_in_backward
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import check_module, note
 from shardkit.runtime.hooks import reshard
 from shardkit.runtime.stepping import watch_gradients
@@ -51,7 +53,7 @@ def accumulate(
 
     A reduction is a reduce-scatter, and on an HSDP mesh one all-reduce. If the body raises,
     gradients are dropped; call :func:`reset_after_error` before the next forward.
-    ``shardkit.zero_grad(model)`` abandons a step.
+    ``shardkit.zero_grad(model)`` and ``optimizer.zero_grad()`` abandon a step.
 
     Args:
         model: an FSDP root, a part of one, or a module around several roots. Plain parameters
@@ -63,7 +65,8 @@ def accumulate(
             parameter, which have no gradients to hold.
         shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between.
             If ranks use different parameters in them, call torch's
-            ``model.set_reduce_scatter_unused_params(True)`` first.
+            ``model.set_reduce_scatter_unused_params(True)`` first; on an HSDP mesh zeros are reduced
+            for them from then on, instead of None.
 
     Raises:
         ShardkitError: ``optimizer_in_backward`` steps the parameters, ``model`` is not a module, or
@@ -77,16 +80,14 @@ def accumulate(
     check_module(model)
     note("accumulate", last=last, keep_unsharded=keep_unsharded, shard_gradients=shard_gradients)
     if steps_in_backward(sharded_parameters(model)):
-        problem = (
-            "is stepped by optimizer_in_backward as soon as there is a gradient, so none can be "
-            "accumulated"
-        )
         raise ShardkitError(
-            message("model", problem, "", "Use one large batch, or an ordinary optimizer")
+            "model is stepped by optimizer_in_backward as soon as there is a gradient, so none can "
+            "be accumulated. Use one large batch, or an ordinary optimizer."
         )
     if keep_unsharded not in (None, False, True, "frozen"):
-        problem = f'must be True, False, None or "frozen", got {keep_unsharded!r}'
-        raise ShardkitError(message("keep_unsharded", problem, "", ""))
+        raise ShardkitError(
+            f'keep_unsharded must be True, False, None or "frozen", got {keep_unsharded!r}.'
+        )
     watch_gradients(model)
     units = fsdp_units(model)
     with ExitStack() as stack:
@@ -94,6 +95,11 @@ def accumulate(
             for flag in ("reduce_grads", "all_reduce_grads", "reshard_after_backward"):
                 stack.callback(setattr, unit, flag, getattr(unit, flag))
             unit.reduce_grads, unit.all_reduce_grads = last or shard_gradients, last
+            if not last:
+                let_optimizers_clear(unit)
+            if shard_gradients and hasattr(unit.mesh_info, "replicate_process_group"):
+                # One flat tensor waits for the all-reduce; each micro-batch must have its layout.
+                reduce_unused(unit.modules)
         if keep_unsharded:
             stack.enter_context(gathered_until_backward(model, frozen=keep_unsharded == "frozen"))
         if not last:
@@ -121,8 +127,8 @@ def zero_grad(model: nn.Module) -> None:
     """Drop all gradients, also unreduced ones of backwards without sync, and free their memory.
     Local.
 
-    torch does not keep those in the ``.grad`` of sharded parameters, where
-    ``optimizer.zero_grad()`` looks.
+    ``optimizer.zero_grad()`` does so after ``accumulate`` and ``no_sync``. ``model.zero_grad()``
+    does not see what waits in units that stayed unsharded.
     """
     check_module(model)
     for unit in fsdp_units(model):
@@ -161,12 +167,10 @@ def reset_after_error(model: nn.Module) -> None:
     """
     if parts := modules_of_other_roots(model):
         names = {module: name or "(root)" for name, module in model.named_modules()}
-        problem = (
-            "holds modules of an FSDP root outside of it: "
-            f"{listing(names[module] for module in parts)}"
-        )
         raise ShardkitError(
-            message("model", problem, "", "Pass the root, the module whose forward you call")
+            "model holds modules of an FSDP root outside of it: "
+            f"{listing(names[module] for module in parts)}. Pass the root, the module whose "
+            "forward you call."
         )
     for root in fsdp_roots(model):
         reset_iteration(root)

@@ -24,7 +24,7 @@ from shardkit._torch import (
     sharded_parameters,
     steps,
 )
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 from shardkit.ranks import collective_device, note
 from shardkit.runtime.stepping import check_awake
 from shardkit.shards import device_of
@@ -81,15 +81,11 @@ def clip_grad_norm_(
     p, limit, params = float(norm_type), float(max_norm), _parameters(parameters)
     if not p > 0:  # or nan
         raise ShardkitError(
-            message(
-                "norm_type", f"must be > 0 or inf, got {norm_type!r}", "", "Use 2.0, 1.0 or inf"
-            )
+            f"norm_type must be > 0 or inf, got {norm_type!r}. Use 2.0, 1.0 or inf."
         )
     if not limit >= 0:
         raise ShardkitError(
-            message(
-                "max_norm", f"must be at least 0, got {max_norm!r}", "", "Pass 1.0, for example"
-            )
+            f"max_norm must be at least 0, got {max_norm!r}. Pass 1.0, for example."
         )
     check_awake(params)
     note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
@@ -98,9 +94,10 @@ def clip_grad_norm_(
         buckets, plain, partial = _split(params, grads)
         norm = total_norm(params, buckets, plain, p, group)
     if error_if_nonfinite and not norm.isfinite():
-        problem = f"have the norm {norm.item()} of order {p:g}, and error_if_nonfinite=True"
-        fix = "Skip this step, or lower the loss scale or learning rate"
-        raise ShardkitError(message("gradients", problem, "No gradient was changed", fix))
+        raise ShardkitError(
+            f"gradients have the norm {norm.item()} of order {p:g}, and error_if_nonfinite=True. No "
+            "gradient was changed. Skip this step, or lower the loss scale or learning rate."
+        )
     scale_to(limit, norm, buckets, [*plain, *partial])
     return norm
 
@@ -123,9 +120,9 @@ def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tenso
     if plain_shards and any(param in plain_shards for param in params):
         raise is_wrapped()
     if not params and isinstance(parameters, Iterator):
-        problem = "is a generator that was read before"
         raise ShardkitError(
-            message("parameters", problem, "", "Pass the model, or call model.parameters() again")
+            "parameters is a generator that was read before. Pass the model, or call "
+            "model.parameters() again."
         )
     return params
 
@@ -187,13 +184,11 @@ def _split(
     if steps.steps_in_backward(
         param for param, grad in zip(params, grads, strict=True) if grad is None
     ):
-        problem = "are stepped in backward, after which they have no gradients"
-        rule = "A norm of all gradients needs all of them at once"
-        fix = (
-            "Do not clip, or use an optimizer that steps after backward instead of "
-            "optimizer_in_backward"
+        raise ShardkitError(
+            "parameters are stepped in backward, after which they have no gradients. A norm needs "
+            "all gradients at once. Do not clip, or use an optimizer that steps after backward "
+            "instead of optimizer_in_backward."
         )
-        raise ShardkitError(message("parameters", problem, rule, fix))
     buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], Bucket] = {}
     bucket: Bucket | None = None
     plain, partial = list[Tensor](), list[Tensor]()
@@ -234,10 +229,11 @@ def _mesh_power(buckets: list[Bucket], plain: list[Tensor], has_plain: bool, p: 
         for each in ([largest, *parts] if parts else ())
     }
     if outside := [each for each in ranks.values() if not set(each) <= set(ranks[largest])]:
-        problem = f"are on a mesh of ranks {outside[0]} and on one of ranks {ranks[largest]}"
-        rule = "The norm is summed over the largest mesh and the meshes inside it"
-        fix = "Slice both from one mesh, or clip the parameters of each mesh by themselves"
-        raise ShardkitError(message("parameters", problem, rule, fix))
+        raise ShardkitError(
+            f"parameters are on a mesh of ranks {outside[0]} and on one of ranks {ranks[largest]}. "
+            "The norm is summed over the largest mesh and the meshes inside it. Slice both from "
+            "one mesh, or clip the parameters of each mesh by themselves."
+        )
     # The axes to sum over must not depend on what only some ranks have, or the others would not
     # join.
     used = {axis for each in buckets if each not in parts for axis in each.axes(sharding=True)}

@@ -19,7 +19,7 @@ from shardkit._torch.steps import (
     by_device_and_dtype,
     foreach_mul_,
 )
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import device_type, note
 from shardkit.runtime.means import divisor, reduce_groups, reduce_size
 from shardkit.runtime.stepping import check_awake
@@ -50,10 +50,10 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     """
     count = torch.as_tensor(num_tokens).detach()
     if count.ndim:
-        problem = (
-            f"must be one number, the count of this rank's tokens, got shape {tuple(count.shape)}"
+        raise ShardkitError(
+            "num_tokens must be one number, the count of this rank's tokens, got shape "
+            f"{tuple(count.shape)}. Pass its sum()."
         )
-        raise ShardkitError(message("num_tokens", problem, "", "Pass its sum()"))
     dtype = torch.float64 if count.is_floating_point() else torch.int64
     note("global_token_count")
     largest = max(fsdp_units(model), key=reduce_size, default=None)
@@ -136,11 +136,7 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
         ShardkitError: another ``reduction``.
     """
     if reduction not in ("mean", "sum"):
-        raise ShardkitError(
-            message(
-                "reduction", f'must be "mean" or "sum", got {reduction!r}', "", "Pass one of them"
-            )
-        )
+        raise ShardkitError(f'reduction must be "mean" or "sum", got {reduction!r}.')
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0 if reduction == "sum" else None)  # type: ignore[arg-type]
@@ -174,10 +170,11 @@ def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) ->
             f"{names[unit.modules[0]]} by {number:g}"
             for unit, number in zip(units, divisors, strict=True)
         ]
-        problem = f"has units that divide gradients by different numbers: {listing(each)}"
-        rule = "One scale of the loss is right for all units only if they divide by the same number"
-        fix = 'Call set_gradient_reduction(model, "sum") once, after sharding'
-        raise ShardkitError(message("model", problem, rule, fix))
+        raise ShardkitError(
+            f"model has units that divide gradients by different numbers: {listing(each)}. One "
+            "scale of the loss is right for all units only if they divide by the same number. Call "
+            'set_gradient_reduction(model, "sum") once, after sharding.'
+        )
     return divisors[0] / torch.where(count == 0, 1, count).to(dtype)
 
 
@@ -223,12 +220,11 @@ class GradScaler(UnscalingGradScaler):
         check_awake(params)
         grads = [param.grad for param in params if param.grad is not None]
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
-            rule = "Unscaling in float16 loses small values"
-            fix = (
-                "Keep parameters in float32, and compute in fp16 by "
-                "MixedPrecisionPolicy(param_dtype=torch.float16)"
+            raise ShardkitError(
+                "optimizer has gradients in float16. Unscaling in float16 loses small values. Keep "
+                "parameters in float32, and compute in fp16 by "
+                "MixedPrecisionPolicy(param_dtype=torch.float16)."
             )
-            raise ShardkitError(message("optimizer", "has gradients in float16", rule, fix))
         device = found_inf.device
         for local in by_device_and_dtype(grads):
             found = torch.zeros((), device=local[0].device)

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import fsdp_units, initialize, is_in_use, not_compiled
+from shardkit._fsdp import (
+    both_require_grad,
+    fsdp_units,
+    initialize,
+    is_in_use,
+    keep_requires_grad,
+    not_compiled,
+)
 from shardkit.errors import ShardkitError, listing
 from shardkit.runtime.stepping import check_awake
 
@@ -43,10 +50,19 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
     begin = _begin_as_root(root)
     # for each method that has not ended, whether a forward without backward ended inside
     running: list[bool] = []
+    units = fsdp_units(root)
+    known: list[tuple[bool, bool]] = []  # of units left unsharded, at the last forward
 
     @not_compiled
     def after_forward(module: nn.Module, args: object, kwargs: object, output: Any) -> None:
         if torch.is_grad_enabled():
+            flags: list[tuple[bool, bool]] = []
+            for unit in units:
+                if unit.is_unsharded:
+                    flags += map(both_require_grad, unit.fsdp_params)
+            if flags != known:
+                keep_requires_grad(units)
+                known[:] = flags
             tensors = [output] if isinstance(output, Tensor) else list(_tensors(output))
             if not double_backwards:
                 for tensor in tensors:
@@ -70,6 +86,7 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
 
 def reshard(model: nn.Module) -> None:
     """Reshard every unit of the model. Local."""
+    keep_requires_grad(fsdp_units(model))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -16,6 +16,7 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -142,8 +143,9 @@ class _Replicated:
     unit: FSDPUnit  # its settings apply
     is_own: bool = True  # .grad, if there is one, is this rank's own, to be reduced
     reduced: Tensor | None = None  # set aside
-    pending: tuple[Tensor, Tensor] | None = None  # a reduced gradient, and what is to be added
-    hooked: nn.Parameter | None = None  # has our hooks
+    accumulator: Any = (
+        None  # autograd's node that adds to .grad, with our hook; it dies if not held
+    )
     version: int = 0  # of .grad, when a backward last added to it
 
     @property
@@ -159,13 +161,16 @@ class _Replicated:
         parameter is own.
         """
         param = self.param
-        if self.hooked is not param:
-            self.hooked, self.is_own, self.reduced = param, True, None
-            self.version = 0 if param.grad is None else version_of(param.grad)
-            param.register_hook(self._before_accumulation)  # type: ignore[no-untyped-call]
-            # the collector does not see these hooks
-            after: Any = WeakMethod(self._after_accumulation)
-            param.register_post_accumulate_grad_hook(lambda param: after()(param))  # type: ignore[no-untyped-call]
+        accumulator = get_gradient_edge(param).node
+        if self.accumulator is accumulator:
+            return
+        self.accumulator, self.is_own, self.reduced = accumulator, True, None
+        self.version = 0 if param.grad is None else version_of(param.grad)
+        # Hooks of the node run after those of the tensor, and not in autograd.grad(). Weak, because
+        # the collector does not see them.
+        before, after = WeakMethod(self._before_accumulation), WeakMethod(self._after_accumulation)
+        accumulator.register_prehook(lambda gradients: before()())  # type: ignore[misc]
+        accumulator.register_hook(lambda inputs, gradients: after()())  # type: ignore[misc]
 
     def is_zeroed(self) -> bool:
         """Whether ``zero_grad(set_to_none=False)`` was called since a backward
@@ -178,17 +183,15 @@ class _Replicated:
         if self.param.grad is None or (self.reduced is not None and self.is_zeroed()):
             self.reduced = None
 
-    def _before_accumulation(self, gradient: Tensor) -> None:
+    def _before_accumulation(self) -> None:
         self._forget_cleared()
-        grad = self.param.grad  # autograd.grad() comes here too, so it may not change yet
-        self.pending = None if self.is_own or grad is None else (grad.clone(), gradient)
+        param = self.param
+        if not self.is_own and param.grad is not None:
+            self.reduced, param.grad = param.grad, None
 
-    def _after_accumulation(self, param: Tensor) -> None:
-        if self.pending is not None:
-            self.reduced, gradient = self.pending
-            param.grad = gradient.detach().clone()
-        assert param.grad is not None
-        self.is_own, self.pending, self.version = True, None, version_of(param.grad)
+    def _after_accumulation(self) -> None:
+        assert self.param.grad is not None
+        self.is_own, self.version = True, version_of(self.param.grad)
 
     def own_gradient(self) -> Tensor | None:
         """The gradient of this rank that is not reduced yet."""

@@ -45,8 +45,10 @@ from shardkit._fsdp.collectives import (
     trained_parameters,
     which_train,
 )
+from shardkit._fsdp.states import fsdp_roots
 from shardkit._torch.dispatch import in_backward, tree_leaves
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
+from shardkit.runtime.hooks import reshard
 
 _END = -1
 _UNIT = "_shardkit_skippable"  # the attribute of a module with its unit, which lives as long
@@ -278,17 +280,13 @@ class _Run:
 
     def _unexpected(self, place: int) -> ShardkitError:
         known = listing(self.caller.text(each.place) for each in self._order if each.place != _END)
-        problem = f"was called differently than ranks agreed on, which is {known}"
-        rule = (
-            f"All ranks must gather the units that {self.caller.name} calls in the same order, and "
-            "with the same "
+        return ShardkitError(
+            f"{self.caller.text(place)} was called differently than ranks agreed on, which is "
+            f"{known}. All ranks must gather the units that {self.caller.name} calls in the same "
+            "order, and with the same requires_grad of inputs, because ranks that skip one follow "
+            "that order. Call each unit with may_skip=True at most once in a forward; make a larger "
+            "module the unit where order varies."
         )
-        rule += "requires_grad of inputs, because ranks that skip one follow that order"
-        fix = (
-            "Call each unit with may_skip=True at most once in a forward; make a larger module "
-            "the unit where order "
-        )
-        return ShardkitError(message(self.caller.text(place), problem, rule, fix + "varies"))
 
 
 def _stand_in(unit: SkippableUnit, made: list[Call], zero: Tensor) -> Tensor:
@@ -350,13 +348,11 @@ def _decide(caller: SkippableUnit, given: dict[int, Any]) -> Call:
             f"rank {rank} in {name}: {caller.text(call and call[0])}"
             for rank, (name, call) in given.items()
         ]
-        problem = f"calls different units next on different ranks: {listing(lines)}"
-        rule = (
-            "Only a unit with may_skip=True may be skipped, and the others run in the same order "
-            "on all ranks"
+        raise ShardkitError(
+            f"{caller.name} calls different units next on different ranks: {listing(lines)}. Only a "
+            "unit with may_skip=True may be skipped, and the others run in the same order on all "
+            "ranks. Give the unit that only some ranks call may_skip=True, or call it on all."
         )
-        fix = "Give the unit that only some ranks call may_skip=True, or call it on all"
-        raise ShardkitError(message(caller.name, problem, rule, fix))
     place = min(may_skip or places, default=_END)
     alike = [call for call in calls if call.place == place]
     return Call(place, any(each.grad for each in alike), all(each.tracked for each in alike))
@@ -412,34 +408,28 @@ def take_part(module: nn.Module, like: Tensor) -> Tensor:
     _check(module, like)
     if is_skippable(module):
         return like.new_zeros(())
-    return _walk(module, add_grad_edge(like.new_zeros(()).detach(), like), set()).to(like.dtype)
+    zero = _walk(module, add_grad_edge(like.new_zeros(()).detach(), like), set())
+    if not zero.requires_grad:  # no backward follows, so the other ranks reshard
+        for root in fsdp_roots(module):
+            reshard(root)  # type: ignore[arg-type]
+    return zero.to(like.dtype)
 
 
 def _check(module: nn.Module, like: Tensor) -> None:
     if not (isinstance(like, Tensor) and like.is_floating_point()):
         kind = like.dtype if isinstance(like, Tensor) else type(like).__name__
-        rule = (
-            "It stands in for the module's input: a floating-point tensor, whose device and "
-            "requires_grad count"
-        )
         raise ShardkitError(
-            message("like of take_part", f"is {kind}", rule, "Pass hidden states, or x.detach()")
+            f"like of take_part is {kind}. It stands in for the module's input: a floating-point "
+            "tensor, whose device and requires_grad count. Pass hidden states, or x.detach()."
         )
     inside = set(module.modules())
-    for each in inside:
-        apart = (
-            []
-            if not isinstance(each, FSDPModule)
-            else [m for m in modules_of(each) if m not in inside]
-        )
-        if apart:
-            problem = (
-                f"contains a {type(each).__name__}, which shares a unit with {len(apart)} modules "
-                "outside of it"
-            )
-            rule = "A unit is gathered and reduced as a whole"
+    for unit in inside:
+        outside = set(modules_of(unit)) - inside if isinstance(unit, FSDPModule) else None
+        if outside:
             raise ShardkitError(
-                message("take_part, module", problem, rule, "Leave these modules out of group()")
+                f"take_part, module: contains a {type(unit).__name__}, which shares a unit with "
+                f"{len(outside)} modules outside of it. A unit is gathered and reduced as a whole. "
+                "Leave these modules out of group()."
             )
 
 

@@ -1,4 +1,5 @@
-"""A hook before any optimizer's step: it raises where the step would silently train nothing.
+"""A hook before any optimizer's step: it raises where the step would silently train nothing, and
+reshards what a forward after the backward left unsharded, with the values of before the step.
 
 An optimizer built before sharding holds parameters that no model has any more, one built after an
 evaluation may hold gathered copies, and one that steps while gradients wait to be reduced finds
@@ -28,6 +29,8 @@ from shardkit._fsdp import (
     StepState,
     fsdp_units,
     is_stepped,
+    keep_requires_grad,
+    reshard_now,
     state_at_step,
 )
 from shardkit._torch import named_sharded_parameters, plain_attributes
@@ -51,7 +54,6 @@ class _Stepped:
     """What an optimizer steps."""
 
     held: set[int]  # ids of its parameters
-    watched: int  # how many units there were to look at
     units: WeakSet[FSDPUnit]  # that own one of them
     unused: WeakKeyDictionary[Any, list[str]] = field(default_factory=WeakKeyDictionary)
     # by unit, the parameters without a gradient in the first step
@@ -81,7 +83,11 @@ def watch_gradients(model: nn.Module) -> None:
 
     For any model sharded by ``fully_shard``. Local, idempotent.
     """
-    _units.update(fsdp_units(model))
+    units = fsdp_units(model)
+    if not _units.issuperset(units):
+        _units.update(units)
+        for stepped in _stepped.values():
+            stepped.held.clear()  # look again: an optimizer may hold what sharding has replaced
     _install_step_hook()
 
 
@@ -130,7 +136,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_awake(param for group in optimizer.param_groups for param in group["params"])
     with plain_attributes():
         stepped = _stepped.get(optimizer)
-        if stepped is None or stepped.held != held or stepped.watched != len(_units):
+        if stepped is None or stepped.held != held:
             stepped = _first_look(optimizer, held)
         found = state_at_step(stepped.units, held)
     if found.copies:
@@ -163,6 +169,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "module of a unit of several. Run the last micro-batch with accumulate(model, "
             "last=True), or drop them with shardkit.zero_grad(model)."
         )
+    if found.unsharded:
+        keep_requires_grad(found.unsharded)
+        reshard_now(found.unsharded)
 
 
 def _warn_of_lost(name: str, found: StepState) -> None:
@@ -199,7 +208,7 @@ def _first_look(optimizer: Optimizer, held: set[int]) -> _Stepped:
             logger.warning(low)
     _warn_of_added(name, held)
     units = WeakSet(unit for unit in _units if is_stepped(unit, held))
-    _stepped[optimizer] = stepped = _Stepped(held, len(_units), units)
+    _stepped[optimizer] = stepped = _Stepped(held, units)
     return stepped
 
 

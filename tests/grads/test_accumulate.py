@@ -4,6 +4,7 @@ over.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, micro_steps, one_large_batch, shard
 from grads_net import MESHES, Net, assert_grads, full_grads
+from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import torch_version
 from shardkit.errors import ShardkitError
-from shardkit.grads import accumulate, no_sync, reset_after_error, zero_grad
+from shardkit.grads import accumulate, clip_grad_norm_, no_sync, reset_after_error, zero_grad
 from shardkit.optim import optimizer_in_backward, step_on_local_shards
 from shardkit.testing import distributed, fake_world
 
@@ -105,7 +107,7 @@ def test_no_sync_reduces_with_the_next_backward():
     with no_sync(net):
         loss(net, first).backward()
         loss(net, second).backward()
-    assert all(param.grad is None for param in sharded)
+    assert not any(param.grad.to_local().any() for param in sharded if param.requires_grad)
     loss(net, third).backward()
     assert_grads(net, one_large_batch(integer_net(), ids))
 
@@ -155,6 +157,88 @@ def test_zero_grad_drops_what_waits(mesh, mixed):
 
 
 # Flags.
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(
+    ("mesh", "policy"), [("fsdp", MixedPrecisionPolicy()), ("fsdp", MIXED), ("hsdp", MIXED)]
+)
+@distributed(world_size=4, backend="gloo")
+def test_an_optimizers_zero_grad_drops_what_waits(mesh, policy, to_none):
+    net = shard(integer_net(), MESHES[mesh], mp_policy=policy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    micro_steps(net, batches(0, 2), shard_gradients=mesh == "hsdp")
+    expected = full_grads(net)
+    optimizer.zero_grad()
+    for keep in (None, True, False):
+        with accumulate(
+            net, last=False, keep_unsharded=keep, shard_gradients=mesh == "hsdp"
+        ):  # of which a program finds that its loss is too large
+            loss(net, batches(1, 1)[0, dist.get_rank()]).backward()
+        clip_grad_norm_(net, 1.0)  # finds none, and marks none as cleared
+        optimizer.zero_grad(set_to_none=to_none)
+        micro_steps(net, batches(0, 2), shard_gradients=mesh == "hsdp")
+        assert_grads(net, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@distributed(world_size=4, backend="gloo")
+def test_an_optimizer_of_a_part_drops_the_gradients_of_that_part():
+    net = shard(integer_net(), MESHES["fsdp"])
+    optimizer = torch.optim.SGD([net.narrow.weight], lr=0.0)
+    ids = batches(0, 3)
+    micro_steps(net, ids)
+    every = full_grads(net)
+    net.zero_grad()
+    micro_steps(net, ids[1:])
+    later = full_grads(net)
+    net.zero_grad()
+    micro_steps(net, ids, lambda i: optimizer.zero_grad() if i == 0 else None)
+    assert not torch.equal(every["narrow.weight"], later["narrow.weight"])
+    assert_grads(net, {**every, "narrow.weight": later["narrow.weight"]})
+
+
+@distributed(world_size=4, backend="gloo")
+def test_a_part_of_what_waits_for_one_all_reduce_cannot_be_dropped():
+    net = shard(integer_net(), MESHES["hsdp"])
+    optimizer = torch.optim.SGD([net.narrow.weight], lr=0.0)
+    micro = batches(0, 1)[0, dist.get_rank()]
+    with accumulate(net, last=False, shard_gradients=True):
+        loss(net, micro).backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"Only 1 of \d gradients .*zero_grad\(model\)"):
+        loss(net, micro).backward()
+
+
+class Branches(nn.Module):
+    """Micro-batches use one of two layers, in one unit."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, rows, bias=False)
+
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        return getattr(self, used)(x)
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+@distributed(world_size=4, backend="gloo")
+def test_micro_batches_that_use_different_parameters(rows):
+    for mesh, used in itertools.product(("fsdp", "hsdp"), (["a", "b"], ["b", "a", "a"])):
+        torch.manual_seed(0)
+        plain = Branches(rows)
+        net = copy.deepcopy(plain)
+        fully_shard(net, mesh=mesh_of(MESHES[mesh]))
+        for number, name in enumerate(used):
+            x = torch.arange(16.0).view(4, 1, 4) - number
+            with accumulate(net, last=number == len(used) - 1, shard_gradients=True):
+                net(x[dist.get_rank()], name).sum().backward()
+            (plain(x, name).sum() / 4).backward()
+        assert_grads(net, {name: param.grad for name, param in plain.named_parameters()})
 
 
 def flags(model: nn.Module) -> list[tuple[object, ...]]:

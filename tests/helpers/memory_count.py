@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import ShardingPlan, apply_plan
-from shardkit._fsdp.states import gathered_tensors
+from shardkit._fsdp import fsdp_units
 from shardkit._torch import named_sharded_parameters
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.memory import Prediction
@@ -132,3 +132,16 @@ def predicted_held(row: Prediction) -> dict[str, int]:
     last = row.timeline[-1]
     found = {name: getattr(last, name) for name in ("parameters", "gradients", "unsharded")}
     return found | {"optimizer": row.timeline[0].optimizer}
+
+
+def gathered_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return the flat buffers that parameters are gathered into, with empty storages where
+    resharded; those resharded over fewer ranks too.
+    """
+    params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
+    found = [tensor for param in params for tensor in param.all_gather_outputs]
+    for param in params:
+        kept = getattr(param, "_sharded_post_forward_param_data", None)  # set by the first forward
+        if kept is not None:
+            found.append(kept)
+    return found

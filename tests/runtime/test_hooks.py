@@ -127,6 +127,72 @@ def test_reentrant_checkpointing_keeps_its_collectives():
         assert_trains_alike(plain, model, usual_loss)
 
 
+# requires_grad_() on what a forward with grad has left unsharded.
+
+
+def set_by_parameter(model: nn.Module, saved: list[nn.Parameter], trains: bool) -> None:
+    model.head.weight.requires_grad = trains
+
+
+def set_by_list(model: nn.Module, saved: list[nn.Parameter], trains: bool) -> None:
+    """As a GAN freezes its discriminator, by a list of parameters from before."""
+    for param in saved:
+        param.requires_grad_(trains)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("set_flag", [set_by_parameter, set_by_list])
+def test_requires_grad_stays_as_it_was_set(set_flag, trains):
+    with fake_world(1):
+        plain, model = pair()
+        gradients = []
+        for each in (plain, model):
+            saved = list(each.head.parameters())
+            each.head.requires_grad_(not trains)
+            usual_loss(each, 0).backward()
+            each(tokens())  # an evaluation with grad
+            set_flag(each, saved, trains)
+            for number in range(3):
+                each.zero_grad()
+                usual_loss(each, number).backward()
+                assert each.head.weight.requires_grad == trains
+            gradients.append(each.head.weight.grad)
+        assert gradients[1] is None if gradients[0] is None else trains
+        assert not trains or torch.equal(gradients[0], gradients[1].full_tensor())
+
+
+@pytest.mark.parametrize("end", ["step", "no_grad"])
+def test_requires_grad_stays_as_it_was_set_where_no_backward_follows(end):
+    with fake_world(1):
+        _, model = pair()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        usual_loss(model, 0).backward()
+        model(tokens())
+        model.head.requires_grad_(False)
+        if end == "step":
+            optimizer.step()
+        else:
+            with torch.no_grad():
+                model(tokens())
+        assert not gathered(model)
+        assert not model.head.weight.requires_grad
+
+
+def test_a_part_that_is_frozen_for_a_reference_in_each_step_trains():
+    """As peft's ``disable_adapter()`` with ``modules_to_save``."""
+    with fake_world(1):
+        plain, model = pair()
+        for number in range(3):
+            for each in (plain, model):
+                each.zero_grad()
+                each.head.requires_grad_(False)
+                reference = each(tokens(number)).detach()
+                each.head.requires_grad_(True)
+                (each(tokens(number)) - 2 * reference).square().mean().backward()
+                assert each.head.weight.requires_grad
+            assert torch.equal(model.head.weight.grad.full_tensor(), plain.head.weight.grad)
+
+
 # Entries besides the root's forward.
 
 

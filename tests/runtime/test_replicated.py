@@ -407,3 +407,17 @@ def test_parameters_on_an_equal_mesh_that_was_made_again_are_reduced() -> None:
         for _ in range(2):
             model = shard_model(net(), mesh=MeshSpec.hybrid(2, 2))
             check_optimizer(torch.optim.SGD(model.parameters()), model)  # a warning is an error
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@distributed(world_size=2)
+def test_a_hook_put_on_after_the_first_backward_changes_each_later_gradient(sync):
+    model, rank = shard_model(net()), dist.get_rank()
+    loss_of(model, rank).backward()
+    once = model.scale.grad.clone()
+    model.scale.register_hook(lambda grad: grad * 4)
+    with accumulate(model, last=sync):
+        loss_of(model, rank).backward()
+    torch.autograd.grad(loss_of(model, rank), model.scale)  # adds to no gradient
+    loss_of(model, rank).backward()
+    torch.testing.assert_close(model.scale.grad, 9 * once)

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from sequence_parity import difference, pictures, vision_language
 from skipping_nets import batch, net
+from small_models import Decoder
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import (
@@ -253,6 +255,27 @@ def test_a_rank_takes_part_in_a_tower_that_it_skips(frozen):
         given = [batch(7, rank, images[rank], chosen=[0, 1]) for rank in range(2)]
         found.append(assert_same_step(model, plain, given))
     assert all(counts == found[0] for counts in found)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@distributed(world_size=2)
+def test_ranks_evaluate_different_numbers_of_batches(frozen):
+    torch.manual_seed(0)
+    model = shard_model(Decoder().requires_grad_(not frozen))
+    ids = torch.arange(5).view(1, 5)
+    for _ in range(2):
+        with torch.set_grad_enabled(frozen):
+            model(ids)
+            if dist.get_rank() == 0:
+                expected = model(ids)
+            else:
+                take_part(model, torch.zeros(2))
+        assert all(isinstance(param, DTensor) for param in model.parameters()), "left unsharded"
+        model.requires_grad_(True)
+        out = model(ids)
+        assert dist.get_rank() == 1 or torch.equal(out, expected)
+        out.sum().backward()
+        model.requires_grad_(not frozen)
 
 
 @distributed(world_size=2)

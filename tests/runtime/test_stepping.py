@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
 from shardkit import MeshSpec, ShardkitError, check_optimizer, ranks, shard_model, zero_grad
 from shardkit.grads import accumulate, no_sync
-from shardkit.testing import fake_world
+from shardkit.optim import step_on_local_shards
+from shardkit.testing import distributed, fake_world
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -56,6 +58,19 @@ def test_a_step_of_replaced_parameters_raises(world, number):
     optimizer.step()
 
 
+def test_a_step_of_replaced_parameters_raises_where_another_model_was_freed(world):
+    """As in a notebook: as many units are alive as in the optimizer's last step."""
+    other, model = shard_model(net()), net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    del other
+    gc.collect()
+    shard_model(model)
+    backward(model)
+    with pytest.raises(ShardkitError, match="SGD holds 4 parameters that sharding has replaced"):
+        optimizer.step()
+
+
 def test_other_optimizers_step(world):
     """Copies made before, ignored parameters, and models that nobody shards."""
     model = net()
@@ -78,6 +93,60 @@ def test_a_step_of_gathered_copies_raises(world):
         ShardkitError, match=r"SGD holds \d gathered copies of parameters: .*weight"
     ):
         optimizer.step()
+
+
+# A forward between backward and step, as for an accuracy in the log.
+
+
+def losses(model, between):
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    if isinstance(model, FSDPModule):
+        step_on_local_shards(optimizer)
+    found = []
+    for number in range(4):
+        x = torch.rand(5, 4, generator=torch.Generator().manual_seed(number))
+        loss = model(x).square().sum()
+        loss.backward()
+        between(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def fails(model, x):
+    model(x)
+    handle = model[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    handle.remove()
+
+
+BETWEEN = {
+    "whole": lambda model, x: model(x),
+    "part": lambda model, x: model[2](torch.rand(2, 4)),
+    "fails": fails,
+    "prefetched": lambda model, x: model[2].unshard(async_op=True),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@distributed(world_size=2)
+def test_a_forward_between_backward_and_step_keeps_no_old_values(between):
+    expected = losses(net(), lambda *_: None)
+    model = shard_model(net(), units=nn.Linear, reshard_after_forward=False)
+    assert losses(model, BETWEEN[between]) == expected
+
+
+def test_the_step_of_another_model_leaves_units_unsharded(world):
+    model, other = (shard_model(net(), reshard_after_forward=False) for _ in range(2))
+    optimizers = [AdamW(each.parameters()) for each in (other, model)]
+    backward(other)
+    model(torch.rand(2, 4))
+    optimizers[0].step()
+    assert not isinstance(model[0].weight, DTensor)
+    optimizers[1].step()
+    assert isinstance(model[0].weight, DTensor)
 
 
 # Gradients that wait to be reduced.
