@@ -159,7 +159,7 @@ def total_norm(
         has_plain = any(not isinstance(param, DTensor) for param in params)
         total = _mesh_power(buckets, plain, has_plain, p)
     elif group is None:
-        return nn.utils.gettotal_norm(plain, p)
+        return nn.utils.get_total_norm(plain, p)
     else:
         total = _power_sum(
             steps.by_device_and_dtype(plain), p, torch.device(collective_device(group))
