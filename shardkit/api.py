@@ -18,7 +18,7 @@ from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.planning.build import build_plan
-from shardkit.planning.rules import Overrides, Rule
+from shardkit.planning.selection import Overrides, Rule
 from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")

@@ -14,7 +14,7 @@ from shardkit.memory.estimate import Step, estimates
 from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes, Prediction
 from shardkit.plan import MeshSpec
 from shardkit.planning.build import build_plan, named_model
-from shardkit.planning.rules import Overrides
+from shardkit.planning.selection import Overrides
 from shardkit.planning.tree import ModelTree
 
 

@@ -17,16 +17,7 @@ from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.repair import join_ties, split_dtypes
-from shardkit.planning.rules import (
-    Overrides,
-    Rule,
-    Selection,
-    check_settings,
-    policy_name,
-    replicated_modules,
-    select,
-    tiled_modules,
-)
+from shardkit.planning.selection import Overrides, Rule, Selection, check_settings, policy_name
 from shardkit.planning.tree import (
     ModelTree,
     ModuleNode,
@@ -59,7 +50,14 @@ def build_plan(
     settings = settings or Overrides()
     check_settings("", settings)
     ignored = _ignored_fqns(tree, ignored_params or ())
-    whole = replicated_modules(tree, replicate)
+    whole: set[ModuleNode] = set()
+    tiled: dict[ModuleNode, int] = {}
+    if units is not None or replicate or tiles:
+        # the user's rules, which the default rule does without
+        from shardkit.planning.rules import replicated_modules, select, tiled_modules
+
+        whole = replicated_modules(tree, replicate)
+        tiled = tiled_modules(tree, tiles or {})
     replicated = tree.unshardable()
     for node in whole:
         replicated.update(node.params)
@@ -85,7 +83,7 @@ def build_plan(
         settings,
         ignored=ignored,
         replicated=replicated,
-        tiles=tiled_modules(tree, tiles or {}),
+        tiles=tiled,
         prefetch=prefetch,
         forward_methods=forward_methods,
         notes=notes,

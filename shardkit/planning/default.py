@@ -11,7 +11,7 @@ from collections.abc import Set
 
 import torch.nn as nn
 
-from shardkit.planning.rules import Selection, large_modules
+from shardkit.planning.selection import Selection, large_modules
 from shardkit.planning.tree import ModelTree, ModuleNode, has_forward, is_called, outermost
 
 LARGE_NUMEL, LARGE_SHARE = 1_000_000, 0.05  # a module outside of blocks is a unit if it has both

@@ -12,7 +12,7 @@ import torch
 
 from shardkit.errors import listing
 from shardkit.plan.types import nbytes
-from shardkit.planning.rules import Selection
+from shardkit.planning.selection import Selection
 from shardkit.planning.tree import (
     ModelTree,
     ModuleNode,

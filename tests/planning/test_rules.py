@@ -14,7 +14,7 @@ from shardkit import (
     group,
     plan_model,
 )
-from shardkit.planning.rules import Rule
+from shardkit.planning.selection import Rule
 
 EIGHT = MeshSpec.sharded(8)
 

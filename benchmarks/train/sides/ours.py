@@ -33,7 +33,7 @@ from shardkit import (
     shard_model,
     step_on_local_shards,
 )
-from shardkit.planning.rules import Rule
+from shardkit.planning.selection import Rule
 
 
 def make(case: Case, device: torch.device, together: int = 1) -> Training:

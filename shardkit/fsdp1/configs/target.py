@@ -17,7 +17,8 @@ from shardkit.fsdp1.translate import translate_fsdp1
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.plan import MeshSpec
-from shardkit.planning.rules import Overrides, Rule, by_class, by_name
+from shardkit.planning.rules import by_class, by_name
+from shardkit.planning.selection import Overrides, Rule
 from shardkit.ranks import accelerator
 
 

@@ -35,7 +35,7 @@ from shardkit.fsdp1.translate.strategy import (
 )
 from shardkit.plan.types import ancestors
 from shardkit.planning.build import plan_from_units
-from shardkit.planning.rules import Overrides
+from shardkit.planning.selection import Overrides
 from shardkit.planning.tree import ModelTree
 
 
