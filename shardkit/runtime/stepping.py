@@ -153,8 +153,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             warn_once(
                 f"{name}.step() found gradients of other parameters of a unit than in its first "
                 "step. Where ranks use different ones, such as experts, torch adds up gradients "
-                "of different parameters. Call model.set_reduce_scatter_unused_params(True) "
-                "before training, unless all ranks use the same."
+                "of different parameters. Call model.set_reduce_scatter_unused_params(True), since "
+                "torch 2.13, before training, unless all ranks use the same."
             )
     waiting = found.waiting
     for reduction in replicated_waiting:
