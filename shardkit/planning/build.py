@@ -217,7 +217,7 @@ def _statistics_of_ranks(tree: ModelTree) -> list[str]:
     """Return the FQNs of BatchNorms and such, whose running statistics FSDP2 does not reduce."""
     found = []
     for node in tree.nodes:
-        tracks = getattr(node.module, "track_running_stats", False)
+        tracks = vars(node.module).get("track_running_stats")
         if tracks and not isinstance(node.module, nn.SyncBatchNorm):
             found.append(node.name)
     return found

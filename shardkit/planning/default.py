@@ -180,7 +180,11 @@ def _layers_beside(
 
 def _find_large(tree: ModelTree, taken: Set[ModuleNode]) -> list[ModuleNode]:
     """Return the modules with much of the model that no other unit has, around none of them."""
-    around = {outer for node in taken for outer in node.ancestors()}
+    around: set[ModuleNode] = set()
+    for node in taken:
+        for parent in node.parents:
+            if parent not in taken and parent not in around:
+                around.update([parent, *parent.ancestors()])
     found = large_modules(tree, _large(tree), taken)
     return [node for node in found if node not in around]
 

@@ -33,6 +33,8 @@ def join_ties(
     the root, the outer one owns the parameter.
     """
     notes: list[str] = []
+    if not tree.shares():
+        return selections, notes
     while True:  # each round joins a tie or dissolves a unit; in the end the root owns everything
         _, in_several = assign(tree, [each.modules for each in selections], skipped)
         if not in_several:
@@ -81,6 +83,8 @@ def split_dtypes(
     over, to be replicated: their module is not called, such as a router, or has both dtypes, such
     as Mamba's mixer with its ``A_log``.
     """
+    if len({spec.dtype for spec in tree.specs.values() if spec.trainable}) < 2:
+        return selections, set(), []
     new: list[Selection] = []
     odd: set[str] = set()
     owned, _ = assign(tree, [each.modules for each in selections], skipped)

@@ -19,7 +19,7 @@ from shardkit.errors import PlanError, listing
 from shardkit.plan import ParamSpec
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ModuleNode:
     """One module of the model. A module that is registered in several places
     has several parents.
@@ -41,10 +41,13 @@ class ModuleNode:
 
     def subtree(self) -> list[ModuleNode]:
         """The module and all below it, each once."""
-        found = {self: None}
-        for child in self.children:
-            for node in child.subtree():
+        found: dict[ModuleNode, None] = {}
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
                 found[node] = None
+                waiting += reversed(node.children)
         return list(found)
 
     def ancestors(self) -> list[ModuleNode]:
@@ -155,6 +158,12 @@ class ModelTree:
         if isinstance(param, str):
             return param if param in self.params else self._aliases.get(param)
         return self._by_param.get(id(param))
+
+    def shares(self) -> bool:
+        """Whether a parameter is registered in several places, or a module is."""
+        if any(len(owners) > 1 for owners in self.owners.values()):
+            return True
+        return any(len(node.parents) > 1 for node in self.nodes)
 
     def unshardable(self) -> set[str]:
         """The parameters that FSDP2 cannot cut along a dim: scalars and empty ones."""
