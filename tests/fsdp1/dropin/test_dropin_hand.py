@@ -14,6 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardkit import ShardkitError, TranslationError, clip_grad_norm_
+from shardkit._fsdp.plain import plain_units
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import as_dtensors
 from shardkit.testing import distributed, fake_world
@@ -243,6 +244,28 @@ def test_hooks_of_register_hook_get_and_replace_the_reduced_part():
         assert torch.equal(seen[name], param.grad)
         factor = 2 if name.endswith("weight") else 1
         assert torch.equal(hooked.get_parameter(name).grad, factor * param.grad)
+
+
+class Copying:
+    """The event of a gradient that is still copied to the CPU, as before torch 2.13."""
+
+    def __init__(self, shard, seen):
+        self.shard, self.seen = shard, seen
+
+    def synchronize(self):
+        self.seen.setdefault(self.shard, self.shard.plain.grad)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_gradient_that_is_still_copied_is_waited_for_before_it_is_used():
+    model, seen = FSDP(net()), {}
+    model(inputs(0)).sum().backward()
+    model.zero_grad()
+    shards = [shard for unit in plain_units(model) for shard in unit.fsdp_params]
+    for shard in shards:
+        shard.grad_offload_event = Copying(shard, seen)
+    model(inputs(0)).sum().backward()
+    assert seen == dict.fromkeys(shards)  # each when it had no gradient yet
 
 
 @distributed(world_size=2, backend="gloo")
