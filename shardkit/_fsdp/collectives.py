@@ -142,8 +142,8 @@ def reduce_unused(modules: Iterable[object], beside_used: bool = False) -> None:
     in place.
 
     Ranks that use different parameters of a unit would otherwise reduce different ones.
-    ``beside_used`` leaves out units in which no parameter has a gradient, as FSDP1 did, because
-    optimizers apply weight decay and momentum to zeros. torch's own
+    ``beside_used`` leaves out units without any gradient, as FSDP1 did, because optimizers apply
+    weight decay and momentum to zeros. torch's own
     ``set_reduce_scatter_unused_params`` does not, and is not in torch 2.11 and 2.12.
     """
     for state in states_of(modules):
@@ -155,7 +155,8 @@ def reduce_unused(modules: Iterable[object], beside_used: bool = False) -> None:
 
 @not_compiled
 def _post_backward(unit: Any, beside_used: bool, *_: object) -> None:
-    if unit.reduce_grads and (not beside_used or any(map(has_gradient, unit.fsdp_params))):
+    is_used = any(map(has_gradient, unit.fsdp_params)) or unit._partial_reduce_output is not None
+    if unit.reduce_grads and (is_used or not beside_used):
         for param in unit.fsdp_params:
             unsharded = gathered(param)
             if unsharded is not None and unsharded.requires_grad and not has_gradient(param):

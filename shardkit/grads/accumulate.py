@@ -65,8 +65,8 @@ def accumulate(
             parameter, which have no gradients to hold.
         shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between.
             If ranks use different parameters in them, call torch's
-            ``model.set_reduce_scatter_unused_params(True)`` first; on an HSDP mesh zeros are reduced
-            for them from then on, instead of None.
+            ``model.set_reduce_scatter_unused_params(True)`` (torch 2.13 or newer) first; on an HSDP
+            mesh zeros are reduced for them from then on, in units that are used in part.
 
     Raises:
         ShardkitError: ``optimizer_in_backward`` steps the parameters, ``model`` is not a module, or
@@ -99,7 +99,7 @@ def accumulate(
                 let_optimizers_clear(unit)
             if shard_gradients and hasattr(unit.mesh_info, "replicate_process_group"):
                 # One flat tensor waits for the all-reduce; each micro-batch must have its layout.
-                reduce_unused(unit.modules)
+                reduce_unused(unit.modules, beside_used=True)
         if keep_unsharded:
             stack.enter_context(gathered_until_backward(model, frozen=keep_unsharded == "frozen"))
         if not last:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from zoo import ZOO, Entry
 
 from shardkit import ShardingPlan, accumulate, apply_plan, plan_model
+from shardkit._fsdp.collectives import reduce_unused
 from shardkit.optim import step_on_local_shards
 
 OPTIMIZERS = {
@@ -92,7 +93,7 @@ def _copies(
     plan = plan_model(sharded, mesh=mesh_of(mesh), **options)
     apply_plan(sharded, plan, mesh_of(mesh))
     if entry.uneven:
-        sharded.set_reduce_scatter_unused_params(True)  # see _sum_over_ranks_
+        reduce_unused(sharded.modules())  # see _sum_over_ranks_
     if entry.crossing:
         _add_up_gradients_at_unit_inputs(plain, plan)
     assert list(sharded.state_dict()) == list(plain.state_dict())

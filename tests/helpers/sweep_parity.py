@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shardkit import plan_model, shard_model
+from shardkit._fsdp.collectives import reduce_unused
 from shardkit.errors import ShardkitError
 from shardkit.testing import RankFailure, RankPool
 
@@ -160,7 +161,7 @@ def outcome(
     try:
         sharded: Any = shard(build())  # not a copy, of which a lambda would call the first
         # experts without a token on one of the ranks
-        sharded.set_reduce_scatter_unused_params(True)
+        reduce_unused(sharded.modules())
         off = compare(plain, sharded, loss, lr)
     except ShardkitError as error:
         return "refused", str(error)[:400]

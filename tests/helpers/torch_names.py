@@ -45,7 +45,7 @@ LATER = {
 # a group that FSDP1's tensors carry.
 NOT_TORCHS = {
     "_getframe", "_dynamo", "_in_backward_optimizers", "_opt_called", "_step_supports_amp_scaling",
-    "_wrapped_by_lr_sched", "_process_group", "_registered",
+    "_wrapped_by_lr_sched", "_process_group", "_registered", "_shardkit_trained",
 }  # fmt: skip
 OURS = {"self", "_fsdp", "watch", "hold"}
 SUBCLASSES = ("plain.py",)  # of FSDP2's classes, so that ``self`` has torch's names there
