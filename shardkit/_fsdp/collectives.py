@@ -147,6 +147,9 @@ def reduce_unused(modules: Iterable[object], beside_used: bool = False) -> None:
     ``set_reduce_scatter_unused_params`` does not, and is not in torch 2.11 and 2.12.
     """
     for state in states_of(modules):
+        # torch 2.11 and 2.12 list fully_shard([a, b]) twice, and end its backward twice
+        listed = state._state_ctx.all_states
+        listed[:] = dict.fromkeys(listed)
         for unit in units_of(state):
             is_set = getattr(unit.post_backward, "func", None) is _post_backward  # an inner model's
             if not is_set:
