@@ -154,6 +154,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.accelerator.memory, "memory_stats", _memory_stats
     yield torch.accelerator, "reset_peak_memory_stats", _reset_peak
     yield torch.accelerator, "synchronize", synchronize
+    yield torch.accelerator, "current_stream", current_stream  # FSDP2 asks it in torch 2.11
 
 
 _registered: list[torch.library.Library] = []
