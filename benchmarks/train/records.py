@@ -76,8 +76,14 @@ def write(folder: Path, record: Record) -> None:
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """All records by name, oldest first; empty where nothing is."""
+    """All records by name, oldest first; empty where nothing is.
+
+    They lie in a file each, or together in what ``benchmarks.gpu`` wrote.
+    """
     records = [json.loads(path.read_text()) for path in sorted((folder / FOLDER).glob("*.json"))]
+    together = folder / "results.json"
+    if together.exists():
+        records += json.loads(together.read_text())["records"].values()
     return {
         record["name"]: record for record in sorted(records, key=lambda record: record["finished"])
     }

@@ -176,6 +176,62 @@ def h200() -> Suite:
     return Suite("h200", tuple(groups), device="cuda", minutes=9.0)
 
 
+def one_card(gib: float = 141) -> Suite:
+    """For one lent GPU and few minutes, the most valuable groups first.
+
+    On 100 GiB or less 8B is trained whole with parameters and moments in bfloat16 (16 and 32 GB)
+    and gradients freed in backward, and KempnerForge's configuration is left out.
+    """
+    full = {group.name: group for group in h200().groups}
+    lean = Case(
+        "8b-lean",
+        "shardkit",
+        "8B",
+        compile=True,
+        masters=False,
+        stepping="in_backward",
+        checkpointing="selective",
+    )
+    both = (lean, replace(lean, name="8b-lean-naive", side="naive"))
+    is_large = gib > 100
+    whole = full["8b-one"] if is_large else Group("8b-lean", both, "each", 1, 3, 3, GROWING)
+    order = [full["8b-engines"], full["1b-engines"], full["1b-one"], whole]
+    order += [full[name] for name in ("8b-peaks", "outside", "ceilings", "1b-world1")]
+    if is_large:
+        order.append(full["8b-kempner"])
+    order += [full[name] for name in ("7b-thunder", "8b-axes", "1b-batches", "1b-strategies")]
+    order.append(full["70b-fake64"])
+    return Suite("gpu", tuple(order), device="cuda")
+
+
+def without_compiler(suite: Suite) -> Suite:
+    """The cases that torch.compile is not needed for."""
+    groups = []
+    for group in suite.groups:
+        cases = tuple(case for case in group.cases if not case.compile)
+        if cases:
+            groups.append(replace(group, cases=cases))
+    return replace(suite, groups=tuple(groups))
+
+
+def on_cpu(suite: Suite) -> Suite:
+    """The same groups and cases with a tiny model. Their times say nothing."""
+    groups = []
+    for group in without_compiler(suite).groups:
+        cases = []
+        for case in group.cases:
+            if case.offload:  # into pinned memory, which needs an accelerator
+                continue
+            hub = "hf-" if case.model.startswith("hf-") else ""
+            small = replace(case, model=f"{hub}tiny", sequence=32, micro_batch=1)
+            budget = 1.0 if case.budget_gib else None
+            cases.append(replace(small, bf16=False, masters=True, budget_gib=budget))
+        groups.append(
+            replace(group, cases=tuple(cases), rounds=min(group.rounds, 2), steps=1, allocator="")
+        )
+    return replace(suite, groups=tuple(groups), device="cpu", fresh=False)
+
+
 def smoke() -> Suite:
     """The same code with a tiny model on a CPU: every side, every kind of group. Its times say
     nothing.
@@ -222,4 +278,4 @@ def smoke() -> Suite:
     )
 
 
-SUITES = {"h200": h200, "smoke": smoke}
+SUITES = {"h200": h200, "gpu": one_card, "smoke": smoke}

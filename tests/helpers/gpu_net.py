@@ -1,0 +1,116 @@
+"""A small Llama on the GPU, or on the CPU where the GPU's tests are tried without one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import shardkit
+from benchmarks.models import Llama, Shape
+
+HAS_GPU = torch.cuda.is_available()
+RUNS_ON_CPU = not HAS_GPU and os.environ.get("SHARDKIT_GPU_TESTS") == "cpu"
+DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SHAPE = Shape(width=256, mlp=512, layers=4, heads=4, kv_heads=2, vocabulary=1000)
+
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="only a GPU can show it")
+adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+
+
+def tokens(step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(SHAPE.vocabulary, (2, 64), generator=generator).to(DEVICE)
+
+
+def plain(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Llama(SHAPE, 64).to(DEVICE)
+
+
+def sharded(seed: int = 0, **settings: Any) -> nn.Module:
+    return shardkit.shard_model(plain(seed), **settings)
+
+
+def by_hand(**settings: Any) -> nn.Module:
+    """The same model by ``fully_shard``, with blocks and the root as units."""
+    model = plain()
+    mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("dp_shard",))
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    steps: int = 3,
+    clip: Callable[[nn.Module], object] | None = None,
+) -> Tensor:
+    """Train on ``steps`` batches and return the losses."""
+    losses = []
+    for step in range(steps):
+        loss = model(tokens(step))
+        loss.backward()
+        if clip is not None:
+            clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).cpu()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the full parameters on the CPU."""
+    found = {}
+    for name, param in model.named_parameters():
+        full = param.full_tensor() if hasattr(param, "full_tensor") else param
+        found[name] = full.detach().cpu().clone()
+    return found
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Equal bit for bit."""
+    assert ours.keys() == theirs.keys()
+    different = [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+    assert not different
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Equal but for the rounding of float32 in another order of additions, over three steps."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+@contextlib.contextmanager
+def no_host_syncs() -> Iterator[None]:
+    """What makes the host wait for the GPU raises: ``.item()``, copies from pageable memory."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def keep_stream_busy(milliseconds: int = 200) -> None:
+    """Let the current stream work, so that what does not wait for it reads too early."""
+    if HAS_GPU:
+        torch.cuda._sleep(int(milliseconds * 1.5e6))
+
+
+def allocated() -> int:
+    """Return the bytes that tensors hold on the GPU."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if HAS_GPU else 0
