@@ -8,8 +8,12 @@ that the tests themselves are right.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# As tests/conftest.py does, for the tests that are tried on a CPU.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
