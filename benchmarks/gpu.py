@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -151,8 +152,14 @@ class Kit:
                 code = done.returncode
             except subprocess.TimeoutExpired:
                 code = -1
-        lines = (self.out / "tests.txt").read_text().splitlines() or [""]
-        self.tests = f"no end after {limit:.0f} s" if code == -1 else lines[-1].strip("= ")
+        # The last is pytest's summary, unless a library writes when the process ends.
+        text = (self.out / "tests.txt").read_text()
+        lines = [
+            line for line in text.splitlines() if re.search(r"\d (passed|failed|error|skip)", line)
+        ]
+        self.tests = (
+            f"no end after {limit:.0f} s" if code == -1 else (lines or [text])[-1].strip("= ")
+        )
         self.has_failed = code != 0
         self.log(f"tests/gpu: {self.tests}")
         self.write({}, "")

@@ -42,6 +42,7 @@ from shardkit._fsdp import (
 from shardkit._fsdp.collectives import has_gradient
 from shardkit._fsdp.states import drop_unreduced_gradients
 from shardkit._torch import has_own_dispatch, plain_shards, units_of
+from shardkit._torch.dispatch import adds_gradient_of_its_own
 
 # The FQN of the parameter for each p.grad that stands for a gradient which is not reduced yet.
 waiting_gradients: Any = WeakIdKeyDictionary()
@@ -262,6 +263,13 @@ class PlainUnit(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         self.drop_cleared()  # where this backward did not reach the unit
         super().post_backward()
+        # The reduction's stream writes p.grad, and FSDP2 waits for it when backward ends. The
+        # gradient of a penalty that the program computed with p is added before, in this stream.
+        unit: Any = self
+        if unit._post_reduce_event is not None and any(
+            adds_gradient_of_its_own(param.plain) for param in self.fsdp_params
+        ):
+            unit._wait_for_post_backward()
 
     def finalize_backward(self) -> None:
         super().finalize_backward()  # type: ignore[no-untyped-call]

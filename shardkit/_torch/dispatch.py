@@ -100,6 +100,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def adds_gradient_of_its_own(param: Tensor) -> bool:
+    """Return whether the backward under way reaches a leaf by autograd. Local; in a backward.
+
+    _fsdp: FSDP2 sets gradients without it. There is no public way to ask (torch 2.11 to 2.15).
+    """
+    return param.requires_grad and torch._C._will_engine_execute_node(
+        torch.autograd.graph.get_gradient_edge(param).node
+    )
+
+
 # memory: FSDP2's hooks map over arguments and outputs with torch's pytree, and what libraries
 # registered there.
 tree_leaves = torch.utils._pytree.tree_leaves

@@ -60,6 +60,7 @@ def ensure_process_group() -> None:
         dist.init_process_group(backend)
     else:
         _refuse_other_launchers()
+        _select_device(0)
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         logger.warning(
@@ -79,8 +80,10 @@ def _select_device(rank: int) -> None:
     if device_type() == "cpu":
         return
     count = torch.accelerator.device_count()
-    # a launcher may show each rank its own device only
-    if count > 1 and torch.accelerator.current_device_index() == 0:
+    # This starts CUDA. Where nothing has, a DeviceMesh warns, or selects LOCAL_RANK, which fails if
+    # the launcher shows each rank its own device only (torch 2.11 to 2.15).
+    index = torch.accelerator.current_device_index()
+    if count > 1 and index == 0:
         named = [int(os.environ[name]) for name in _LOCAL_RANKS.split() if name in os.environ]
         torch.accelerator.set_device_index((*named, rank % count)[0])
 

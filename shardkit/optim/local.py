@@ -32,7 +32,9 @@ def step_on_local_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Step one of torch's element-wise optimizers on local shards, without DTensor dispatch. In
     place, local, once.
 
-    After this call only ``step()`` differs, and its results are bit for bit the same.
+    After this call only ``step()`` differs, and its results are bit for bit the same (with the same
+    ``foreach``: left out, torch takes the for-loop for DTensors, and foreach for plain tensors on a
+    GPU, which rounds otherwise).
     ``param_groups`` and ``optimizer.state`` hold the same parameters and DTensors, so LR schedulers
     (made before or after), ``zero_grad``, state dicts, ``torch.distributed.checkpoint``,
     ``torch.amp.GradScaler``, clipping, hooks, closures, and parameters added later work as before.

@@ -210,14 +210,19 @@ class Devices:
     """Several CUDA devices: which is selected, in place of torch.accelerator's."""
 
     def __init__(self, patch: pytest.MonkeyPatch, count: int, selected: int = 0) -> None:
-        self.selected = selected
+        self.selected, self.is_started = selected, False
         patch.setattr(torch.accelerator, "device_count", lambda: count)
-        patch.setattr(torch.accelerator, "current_device_index", lambda: self.selected)
+        patch.setattr(torch.accelerator, "current_device_index", self.current)
         patch.setattr(torch.accelerator, "set_device_index", partial(setattr, self, "selected"))
         for module in (mesh, ranks):
             patch.setattr(module, "accelerator", lambda: "cuda")
         for name in (*mesh._LOCAL_RANKS.split(), "RANK", "WORLD_SIZE"):
             patch.delenv(name, raising=False)
+
+    def current(self) -> int:
+        """torch starts CUDA here; it does not where it counts devices."""
+        self.is_started = True
+        return self.selected
 
 
 def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +238,10 @@ def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.Monkey
     for name in reversed(names):
         monkeypatch.setenv(name, str(names.index(name)))
         assert selected(8, 13) == names.index(name)
-    Devices(monkeypatch, 1)
+    devices = Devices(monkeypatch, 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
     assert selected(1, 13) == 0, "each rank is shown its own device only"
+    assert devices.is_started, "or a DeviceMesh selects LOCAL_RANK"
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(0, 3), (2, 2)])
@@ -264,6 +271,7 @@ def test_a_process_alone_keeps_the_device_it_selected(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="far enough"):
         shard_model(Decoder())
     assert devices.selected == 1
+    assert devices.is_started, "or a DeviceMesh warns that no device is selected"
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,19 @@ from gpu_net import (
     adamw,
     assert_close,
     assert_same,
+    keep_stream_busy,
     plain,
     sharded,
     tokens,
     train,
     values,
 )
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardkit
-from benchmarks.models import Llama
+from benchmarks.models import Block, Llama
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -100,8 +103,19 @@ def test_drop_in_trains_as_the_plain_model() -> None:
 
 
 def test_drop_in_with_a_penalty_that_is_computed_before_the_forward() -> None:
-    """Its gradient comes from another stream than the reduction's."""
-    ours, theirs = FSDP(plain(), device_id=DEVICE if HAS_GPU else None), plain()
+    """Autograd adds its gradient in another stream than the reduction's, which is kept busy: what
+    does not wait for it is lost.
+    """
+    policy = ModuleWrapPolicy({Block})
+    ours = FSDP(plain(), device_id=DEVICE if HAS_GPU else None, auto_wrap_policy=policy)
+    theirs = plain()
+
+    def hold_up(param: Tensor) -> None:
+        keep_stream_busy(50)
+
+    for name, param in ours.named_parameters():
+        if "layers.1." in name and name.endswith("down.weight"):  # before the last block's
+            param.register_post_accumulate_grad_hook(hold_up)
     for model in (ours, theirs):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):

@@ -17,6 +17,7 @@ from gpu_net import (
     assert_close,
     assert_same,
     by_hand,
+    mean_difference,
     needs_gpu,
     no_host_syncs,
     plain,
@@ -87,15 +88,14 @@ def test_as_fully_shard_by_hand(name: str) -> None:
 
 @needs_gpu
 def test_compiled() -> None:
-    """Fused kernels round in other places: bf16 has 8 bits, and each step moves a weight by 1e-3 at
-    most.
+    """Fused kernels round in other places, and bf16 has 8 bits: a gradient near zero may have the
+    other sign. Each of three steps moves a weight by about 1e-3.
     """
     ours, theirs = sharded(mp_policy=BF16, compile=True), by_hand(mp_policy=BF16)
     losses = train(ours, adamw(ours.parameters()))
     expected = train(theirs, adamw(theirs.parameters()))
     torch.testing.assert_close(losses, expected, rtol=2**-7, atol=0)
-    for name, value in values(theirs).items():
-        assert (values(ours)[name] - value).abs().max() <= 6e-3, name
+    assert mean_difference(values(ours), values(theirs)) < 3e-4
 
 
 class Uneven(nn.Module):
@@ -159,7 +159,9 @@ ADAMW: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
 }
 if HAS_GPU:
-    ADAMW["capturable"] = {"capturable": True}
+    # By default torch steps plain tensors of a GPU by foreach, and DTensors one by one.
+    ADAMW["capturable"] = {"capturable": True, "foreach": False}
+    ADAMW["capturable foreach"] = {"capturable": True, "foreach": True}
 
 
 @pytest.mark.parametrize("name", ADAMW)
@@ -188,7 +190,9 @@ def test_optimizer_in_backward_of_offloaded_gradients() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         policy = CPUOffloadPolicy(pin_memory=True)
-        models.append(shardkit.shard_model(Llama(shape, 64), offload_policy=policy))
+        with DEVICE:  # which draws values fast
+            model = Llama(shape, 64)
+        models.append(shardkit.shard_model(model, offload_policy=policy))
     ours, theirs = models
     sgd = partial(torch.optim.SGD, lr=1.0)
     train(ours, shardkit.optimizer_in_backward(ours, sgd), steps=2)

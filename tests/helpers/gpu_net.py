@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -93,12 +94,21 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
 
 
+def mean_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Return the mean of the absolute differences of all elements."""
+    assert ours.keys() == theirs.keys()
+    differences = [(value - theirs[name]).abs().flatten() for name, value in ours.items()]
+    return float(torch.cat(differences).mean())
+
+
 @contextlib.contextmanager
 def no_host_syncs() -> Iterator[None]:
     """What makes the host wait for the GPU raises: ``.item()``, copies from pageable memory."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns once that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

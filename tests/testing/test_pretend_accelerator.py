@@ -23,6 +23,7 @@ from memory_count import held
 from pretend import pretend_accelerator
 from pretend_cases import (
     STARTS,
+    Block,
     adamw,
     check_same,
     devices,
@@ -33,12 +34,13 @@ from pretend_cases import (
     plain,
     sharded,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit.fsdp1 import FullStateDictConfig, StateDictType
+from shardkit.fsdp1 import CPUOffload, FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.state import asleep, sleep, wake
 from shardkit.testing import RankPool
@@ -437,6 +439,47 @@ def check_drop_in(given: int | str | None) -> None:
             model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)
         ):
             assert devices(model.state_dict().values()) == {"cpu"}
+
+
+def check_penalty(offloads: bool) -> None:
+    """What autograd adds to a reduced gradient waits for the reduction's stream, and for a gradient
+    on its way to the CPU.
+    """
+    with pretend_accelerator(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FSDP(
+            made("cpu", "pretend"),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            cpu_offload=CPUOffload(offload_params=offloads),
+            device_id=0,
+        )
+        loss_of(model, "pretend").backward()
+        once = plain([param.grad.clone() for param in model.parameters()])
+        seen: list[object] = []
+
+        def note(what: str, param: Tensor, grad: Tensor | None = None) -> None:
+            seen.append((what, id(param)))
+
+        penalty = torch.zeros((), device="pretend")
+        for param in model.parameters():
+            penalty = penalty + 0.5 * param.square().sum().to("pretend")
+            param.register_post_accumulate_grad_hook(partial(note, "reduced"))
+            param.register_hook(partial(note, "added", param))
+        with mock.patch.object(pretend_streams.Stream, "wait_event") as wait_event:
+            wait_event.side_effect = lambda event: seen.append("waited")
+            (loss_of(model, "pretend") + penalty).backward()
+        for name, param in model.named_parameters():
+            if ".1." in f".{name}":  # the first block, which is reduced last
+                after = seen[seen.index(("reduced", id(param))) :]
+                assert "waited" in after[: after.index(("added", id(param)))], name
+        twice = plain([param.grad for param in model.parameters()])
+        for param, first, both in zip(plain(list(model.parameters())), once, twice, strict=True):
+            torch.testing.assert_close(both, 2 * first + param)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_drop_in_with_a_penalty(ranks: RankPool, offloads: bool) -> None:
+    ranks.run(check_penalty, offloads)
 
 
 @pytest.mark.parametrize("given", [0, None, "cpu"])
