@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+import torch
+
 from shardkit.errors import listing
-from shardkit.plan.data import PlanData, callers
+from shardkit.plan.data import PlanData, callers, dtype_name
 from shardkit.plan.types import ShardUnit, ancestors, is_world_size
 
 
@@ -68,12 +70,12 @@ def children_first(plan: PlanData) -> Iterator[str]:
 
 
 def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
-    by_dtype: dict[str, list[str]] = defaultdict(list)
+    by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
     for spec in plan.specs_of(unit):
         if spec.trainable:
-            by_dtype[str(spec.dtype).removeprefix("torch.")].append(spec.fqn)
+            by_dtype[spec.dtype].append(spec.fqn)
     if len(by_dtype) > 1:
-        found = [f"{dtype}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items()]
+        found = [f"{dtype_name(dtype)}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items()]
         yield (
             f"{unit.name} trains parameters of {len(by_dtype)} dtypes ({'; '.join(found)}). The "
             "trainable parameters of a unit have one dtype, since their gradients are reduced "

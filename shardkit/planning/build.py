@@ -353,7 +353,7 @@ def _forward_methods(tree: ModelTree, methods: Iterable[str]) -> tuple[str, ...]
 
 def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Yield an error for each method that the plan names and that cannot gather parameters."""
-    units = {tree.find(fqn) for unit in plan.units for fqn in unit.modules}
+    units = [fqn for unit in plan.units for fqn in unit.modules]
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         node = tree.find(fqn)
@@ -363,7 +363,7 @@ def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
                 f"forward_methods has {name!r}, which is not a method besides forward of a module "
                 "in the model. Only units and the model can gather. Correct the name."
             )
-        elif node not in units:
+        elif fqn and not any(tree.find(each) is node for each in units):
             yield (
                 f"forward_methods has {name!r}, a method of {fqn}, which is not a unit. Only units "
                 f"and the model can gather. Make {fqn} a unit with units=, or name a method of a "

@@ -18,6 +18,7 @@ LARGE_NUMEL, LARGE_SHARE = 1_000_000, 0.05  # a module outside of blocks is a un
 SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # a head with less than either is left to the root
 STAGE_SHARE = 0.7  # a block with so much of itself in inner blocks is a stage, and they are units
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_DIGIT = re.compile(r"\d")
 
 
 def default_units(tree: ModelTree) -> list[Selection]:
@@ -71,21 +72,27 @@ def find_blocks(tree: ModelTree) -> list[ModuleNode]:
     listed = Counter(type(node.module) for node in items)
     blocks = set()
     for node in tree.nodes[1:]:
-        number = listed[type(node.module)]
+        number = listed.get(type(node.module), 0)
         if node in items:
             container = node.parents[0]
             alone = isinstance(container.module, nn.ModuleList) and len(container.module) == 1
-            # An MLP in a Sequential: its layers are blocks only where they are most of the model.
-            most = 2 * container.numel > tree.root.numel and _has_matrices(tree, node, 1)
-            has_inner = any(child.numel for child in node.children)
-            is_block = (number > 1 or alone) and (most or has_inner)
-        else:  # an attribute, such as mid_block, of a class that is in a list too
+            is_block = (number > 1 or alone) and any(child.numel for child in node.children)
+            if (number > 1 or alone) and not is_block:
+                # A layer of an MLP is a block only where the layers are most of the model.
+                is_most = 2 * container.numel > tree.root.numel
+                is_block = is_most and _has_matrices(tree, node, 1)
+        elif number:  # an attribute, such as mid_block, of a class that is in a list too
             is_container = isinstance(node.module, _CONTAINERS)
-            is_block = number > 0 and not is_container and _has_matrices(tree, node, 2)
+            is_block = not is_container and _has_matrices(tree, node, 2)
+        else:
+            continue
         if is_block and is_called(node):
             blocks.add(node)
+    outer = outermost(list(blocks))
+    if len(outer) == len(blocks):  # none is inside another
+        return outer
     found = []
-    for block in outermost(list(blocks)):
+    for block in outer:
         found += _parts(tree, block, blocks)
     return found
 
@@ -130,7 +137,7 @@ def _list_items(tree: ModelTree) -> set[ModuleNode]:
         numbered: dict[str, list[ModuleNode]] = defaultdict(list)
         for child in node.children:
             name = child.fqn.rpartition(".")[2]
-            if re.search(r"\d", name):
+            if _DIGIT.search(name):
                 numbered[re.sub(r"\d+", "#", name)].append(child)
         for alike in numbered.values():
             # Where one is a single layer, they are plain layers, or branches as of Inception.

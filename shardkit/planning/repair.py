@@ -33,7 +33,7 @@ def join_ties(
     the root, the outer one owns the parameter.
     """
     notes: list[str] = []
-    if not tree.shares():
+    if not tree.shares:
         return selections, notes
     while True:  # each round joins a tie or dissolves a unit; in the end the root owns everything
         _, in_several = assign(tree, [each.modules for each in selections], skipped)

@@ -56,13 +56,12 @@ def large_modules(tree: ModelTree, min_numel: int, taken: Set[ModuleNode]) -> li
     left: dict[ModuleNode, int] = {}  # elements at or below a module that no unit has
     found = []
     for node in tree.post_order:
-        left[node] = sum(tree.specs[fqn].numel for fqn in node.params)
-        left[node] += sum(left[child] for child in node.children)
-        if node in taken:
-            left[node] = 0
-        elif node is not tree.root and left[node] >= min_numel and is_called(node):
-            left[node] = 0
-            found.append(node)
+        left[node] = 0
+        if node not in taken:
+            left[node] = node.numel - sum(child.numel - left[child] for child in node.children)
+            if node is not tree.root and left[node] >= min_numel and is_called(node):
+                left[node] = 0
+                found.append(node)
     return sorted(found, key=lambda node: node.place)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -28,9 +28,10 @@ class ModuleNode:
     fqn: str  # where the model registers it first; "" is the root
     module: nn.Module
     place: int  # in the order of named_modules()
-    parents: list[ModuleNode] = field(default_factory=list)
-    children: list[ModuleNode] = field(default_factory=list)
-    params: list[str] = field(default_factory=list)  # that it registers itself, by their first FQNs
+    # tuples: a list in every module would make work for the garbage collector
+    parents: tuple[ModuleNode, ...] = ()
+    children: tuple[ModuleNode, ...] = ()
+    params: tuple[str, ...] = ()  # that it registers itself, by their first FQNs
     numel: int = 0  # elements at or below; a tied parameter counts at each of its places
     is_no_unit: bool = False  # a dry run saw that FSDP2 would train it wrongly as one
 
@@ -70,6 +71,7 @@ class ModelTree:
         params: each parameter once, by its first FQN.
         specs: what a plan records of each of them.
         owners: the modules that register each of them; several where it is tied.
+        shares: whether a parameter is registered in several places, or a module is.
         unsplit: the parameters of tensor classes with operators of their own, such as DTensors.
     """
 
@@ -81,52 +83,55 @@ class ModelTree:
         self.post_order: list[ModuleNode] = []
         self.params: dict[str, nn.Parameter] = {}
         self.specs: dict[str, ParamSpec] = {}
-        self.owners: dict[str, list[ModuleNode]] = {}
+        self.owners: dict[str, tuple[ModuleNode, ...]] = {}
+        self.shares = False
         self.unsplit: set[str] = set()
         self._by_module: dict[int, ModuleNode] = {}
         self._by_param: dict[int, str] = {}
         self._aliases: dict[str, str] = {}
-        self._walk("", model, [])
-        self.root = self.nodes[0]
+        self.root = self._walk("", model, ())
 
-    def _walk(self, fqn: str, module: nn.Module, around: list[ModuleNode]) -> None:
-        parent = around[-1] if around else None
-        seen = self._by_module.get(id(module))
-        if seen is not None:
-            # A shared module; or one that is its own descendant, where named_modules() stops too.
-            if parent is not None and seen not in around and parent not in seen.parents:
-                seen.parents.append(parent)
-                parent.children.append(seen)
-            return
-        node = ModuleNode(fqn, module, place=len(self.nodes))
+    def _walk(self, fqn: str, module: nn.Module, parents: tuple[ModuleNode, ...]) -> ModuleNode:
+        node = ModuleNode(fqn, module, len(self.nodes), parents)
         self.nodes.append(node)
         self._by_module[id(module)] = node
-        if parent is not None:
-            node.parents.append(parent)
-            parent.children.append(node)
         prefix = f"{fqn}." if fqn else ""
+        alone = (node,)  # once, for all that it registers
+        numel = 0
         for name, param in module._parameters.items():
             if param is not None:
-                self._register(prefix + name, param, node)
-                node.numel += param.numel()
+                node.params += (self._register(prefix + name, param, alone),)
+                numel += param.numel()
         for name, child in module._modules.items():
-            if child is not None:
-                self._walk(prefix + name, child, [*around, node])
-        node.numel += sum(child.numel for child in node.children)
+            if child is None:
+                continue
+            seen = self._by_module.get(id(child))
+            if seen is None:
+                seen = self._walk(prefix + name, child, alone)
+            elif node in seen.parents or seen is node or seen in node.ancestors():
+                continue  # its own descendant, where named_modules() stops too
+            else:
+                seen.parents += alone
+                self.shares = True
+            node.children += (seen,)
+            numel += seen.numel
+        node.numel = numel
         self.post_order.append(node)
+        return node
 
-    def _register(self, fqn: str, param: nn.Parameter, node: ModuleNode) -> None:
+    def _register(self, fqn: str, param: nn.Parameter, owner: tuple[ModuleNode]) -> str:
         first = self._by_param.setdefault(id(param), fqn)
-        node.params.append(first)
         if first == fqn:
             self.params[fqn] = param
             self.specs[fqn] = self._spec(fqn, param)
-            self.owners[fqn] = [node]
+            self.owners[fqn] = owner
         else:
             spec = self.specs[first]
             self.specs[first] = spec._replace(aliases=(*spec.aliases, fqn))
-            self.owners[first].append(node)
+            self.owners[first] += owner
             self._aliases[fqn] = first
+            self.shares = True
+        return first
 
     def _spec(self, fqn: str, param: nn.Parameter) -> ParamSpec:
         if is_lazy(param):
@@ -158,12 +163,6 @@ class ModelTree:
         if isinstance(param, str):
             return param if param in self.params else self._aliases.get(param)
         return self._by_param.get(id(param))
-
-    def shares(self) -> bool:
-        """Whether a parameter is registered in several places, or a module is."""
-        if any(len(owners) > 1 for owners in self.owners.values()):
-            return True
-        return any(len(node.parents) > 1 for node in self.nodes)
 
     def unshardable(self) -> set[str]:
         """The parameters that FSDP2 cannot cut along a dim: scalars and empty ones."""
@@ -199,14 +198,13 @@ def units_around(
     for index, modules in enumerate(units):
         for node in modules:
             around[node] = frozenset([index])
-
-    def visit(node: ModuleNode) -> frozenset[int]:
-        if node not in around:
-            around[node] = frozenset().union(*[visit(parent) for parent in node.parents])
-        return around[node]
-
-    for node in tree.nodes:
-        visit(node)
+    for node in reversed(tree.post_order):  # all its parents come before a module
+        if node in around:
+            continue
+        if len(node.parents) == 1:
+            around[node] = around[node.parents[0]]
+        else:
+            around[node] = frozenset().union(*[around[parent] for parent in node.parents])
     return around
 
 
@@ -228,9 +226,10 @@ def assign(
             if fqn in seen:
                 continue
             seen.add(fqn)
-            places: set[int] = set()
-            for owner in tree.owners[fqn]:
-                places |= around[owner]
+            owners = tree.owners[fqn]
+            places = around[node]
+            if len(owners) > 1:
+                places = places.union(*[around[owner] for owner in owners])
             if len(places) > 1:
                 in_several.append(fqn)
             owned[min(around[node])].append(fqn)
