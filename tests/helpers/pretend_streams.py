@@ -57,6 +57,9 @@ class Stream:
     def synchronize(self) -> None:
         host_waits("stream")
 
+    def is_capturing(self) -> bool:
+        return False  # a graph; optimizers ask it (torch 2.15)
+
     def __enter__(self) -> Stream:
         return self
 
