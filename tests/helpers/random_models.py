@@ -397,13 +397,14 @@ def _identity(model: nn.Module) -> list[Any]:
 
 
 def _compare(got: Any, expected: Any, exact: bool) -> str:
-    """Compare losses and state; float32's rounding, 2**-24, in each of some hundred operations is
-    no difference, relative to the value: the steps of training carry it on.
+    """Compare losses and state; rounding in float32 is no difference.
+
+    One unit in the last place of the starting values changes losses of a plain model by 5e-6, and
+    each of nine micro-batches rounds otherwise where kernels or orders differ.
     """
-    tolerance = 0.0 if exact else 1e-5
+    tolerance = 0.0 if exact else 3e-5
     losses = [abs(mine - theirs) for mine, theirs in zip(got[0], expected[0], strict=True)]
-    bounds = [tolerance * (1 + abs(theirs)) for theirs in expected[0]]  # as of allclose in _same
-    if not all(loss <= bound for loss, bound in zip(losses, bounds, strict=True)):
+    if not max(losses) <= tolerance:
         return f"differs: losses by {losses}"
     if got[1].keys() != expected[1].keys():
         return f"differs: names {sorted(got[1].keys() ^ expected[1].keys())}"
@@ -414,11 +415,9 @@ def _compare(got: Any, expected: Any, exact: bool) -> str:
 
 
 def _same(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
-    """Rounding of sums is relative to the largest terms, so the bound is to a tensor's largest."""
-    if mine.dtype != theirs.dtype:
-        return False
-    largest = max(1.0, float(theirs.abs().max())) if theirs.numel() else 1.0
-    return torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance * largest)
+    return mine.dtype == theirs.dtype and torch.allclose(
+        mine, theirs, rtol=tolerance, atol=tolerance
+    )
 
 
 def _line(error: Exception) -> str:
