@@ -24,7 +24,6 @@ from shardkit.planning.tree import (
     assign,
     has_forward,
     tie_problem,
-    units_around,
 )
 
 FEW = 1024  # elements of a frozen parameter that is worth no sharding where modules share it
@@ -288,13 +287,17 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
         return selection.modules == (tree.root,), [node.place for node in selection.modules]
 
     selections = sorted(selections, key=place)
-    around = units_around(tree, [selection.modules for selection in selections])
+    unit_of = {node: index for index, each in enumerate(selections) for node in each.modules}
     inner: dict[int, list[int]] = {index: [] for index in range(len(selections))}
     for index, selection in enumerate(selections):
         outer: set[int] = set()
-        for node in selection.modules:
-            for parent in node.parents:
-                outer |= around[parent]
+        waiting = [parent for node in selection.modules for parent in node.parents]
+        while waiting:
+            node = waiting.pop()
+            if node in unit_of:
+                outer.add(unit_of[node])
+            else:
+                waiting += node.parents
         for each in sorted(outer):
             inner[each].append(index)
     try:

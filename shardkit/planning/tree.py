@@ -98,9 +98,11 @@ class ModelTree:
         prefix = f"{fqn}." if fqn else ""
         alone = (node,)  # once, for all that it registers
         numel = 0
+        params: list[str] = []
+        children: list[ModuleNode] = []
         for name, param in module._parameters.items():
             if param is not None:
-                node.params += (self._register(prefix + name, param, alone),)
+                params.append(self._register(prefix + name, param, alone))
                 numel += param.numel()
         for name, child in module._modules.items():
             if child is None:
@@ -113,9 +115,9 @@ class ModelTree:
             else:
                 seen.parents += alone
                 self.shares = True
-            node.children += (seen,)
+            children.append(seen)
             numel += seen.numel
-        node.numel = numel
+        node.params, node.children, node.numel = tuple(params), tuple(children), numel
         self.post_order.append(node)
         return node
 
