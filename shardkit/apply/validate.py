@@ -65,8 +65,7 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
         node = tree.find(fqn)
         if node is not None:
             skipped.update(node.subtree())
-    nodes = [node for node in tree.nodes if node not in skipped]
-    sharded = [node.name for node in nodes if isinstance(node.module, FSDPModule)]
+    sharded = [node.name for node in tree.instances(FSDPModule) if node not in skipped]
     if sharded:
         problems.append(
             f"{listing(sharded, 6)} is sharded already. A model is sharded once, by one plan. To "
@@ -76,8 +75,8 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
     # DTensors over later axes of the mesh may be experts, which is known once there is a plan.
     first_axis = set((mesh.mesh_dim_names or ())[:1]) if mesh is not None else set()
     split = []
-    for node in nodes:
-        for fqn in node.params:
+    for node in tree.nodes if tree.unsplit else []:  # DTensors are among these
+        for fqn in node.params if node not in skipped else ():
             param = tree.params[fqn]
             if isinstance(param, DTensor) and first_axis <= _axes(param) and fqn not in split:
                 split.append(fqn)

@@ -26,9 +26,8 @@ def default_units(tree: ModelTree) -> list[Selection]:
     blocks = find_blocks(tree)
     in_blocks = {node for block in blocks for node in block.subtree()}
     in_lists = set(in_blocks)  # other items of lists need not be called
-    for node in tree.nodes:
-        if isinstance(node.module, nn.ModuleList):
-            in_lists.update(node.subtree()[1:])
+    for node in tree.instances(nn.ModuleList):
+        in_lists.update(*[child.subtree() for child in node.children if child not in in_lists])
     outside = [node for node in tree.nodes if node not in in_lists and is_called(node)]
 
     head = _declared(tree, "get_output_embeddings", outside)
@@ -71,8 +70,9 @@ def find_blocks(tree: ModelTree) -> list[ModuleNode]:
     items = _list_items(tree)
     listed = Counter(type(node.module) for node in items)
     blocks = set()
-    for node in tree.nodes[1:]:
-        number = listed.get(type(node.module), 0)
+    alike = [node for cls in listed for node in tree.by_class[cls] if node is not tree.root]
+    for node in alike:
+        number = listed[type(node.module)]
         if node in items:
             container = node.parents[0]
             alone = isinstance(container.module, nn.ModuleList) and len(container.module) == 1
@@ -81,11 +81,9 @@ def find_blocks(tree: ModelTree) -> list[ModuleNode]:
                 # A layer of an MLP is a block only where the layers are most of the model.
                 is_most = 2 * container.numel > tree.root.numel
                 is_block = is_most and _has_matrices(tree, node, 1)
-        elif number:  # an attribute, such as mid_block, of a class that is in a list too
+        else:  # an attribute, such as mid_block, of a class that is in a list too
             is_container = isinstance(node.module, _CONTAINERS)
             is_block = not is_container and _has_matrices(tree, node, 2)
-        else:
-            continue
         if is_block and is_called(node):
             blocks.add(node)
     outer = outermost(list(blocks))
@@ -128,11 +126,15 @@ def _list_items(tree: ModelTree) -> set[ModuleNode]:
     experts: set[ModuleNode] = set()
     items: set[ModuleNode] = set()
     for node in tree.nodes:
+        if not node.children:
+            continue
         if isinstance(node.module, _CONTAINERS):
             if "expert" in node.fqn.rpartition(".")[2].lower():
                 experts.update(node.subtree())
             elif node not in experts:
                 items.update(node.children)
+            continue
+        if not _DIGIT.search(" ".join(node.module._modules)):
             continue
         numbered: dict[str, list[ModuleNode]] = defaultdict(list)
         for child in node.children:

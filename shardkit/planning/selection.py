@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, get_type_hints
@@ -53,10 +54,9 @@ Rule: TypeAlias = UnitRule | type[nn.Module] | str | Callable[[str, nn.Module], 
 
 def large_modules(tree: ModelTree, min_numel: int, taken: Set[ModuleNode]) -> list[ModuleNode]:
     """Return the innermost modules with that many elements in no other one of them."""
-    left: dict[ModuleNode, int] = {}  # elements at or below a module that no unit has
+    left: dict[ModuleNode, int] = defaultdict(int)  # elements at or below a module that no unit has
     found = []
     for node in tree.post_order:
-        left[node] = 0
         if node not in taken:
             left[node] = node.numel - sum(child.numel - left[child] for child in node.children)
             if node is not tree.root and left[node] >= min_numel and is_called(node):

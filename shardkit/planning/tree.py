@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache
@@ -41,15 +42,14 @@ class ModuleNode:
         return self.fqn or "(root)"
 
     def subtree(self) -> list[ModuleNode]:
-        """The module and all below it, each once."""
-        found: dict[ModuleNode, None] = {}
-        waiting = [self]
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found[node] = None
-                waiting += reversed(node.children)
-        return list(found)
+        """The module and all below it, each once, outer ones first."""
+        found, seen = [self], {self}
+        for node in found:  # which grows
+            for child in node.children:
+                if child not in seen:
+                    seen.add(child)
+                    found.append(child)
+        return found
 
     def ancestors(self) -> list[ModuleNode]:
         """The modules around it, each once, the root last."""
@@ -68,6 +68,7 @@ class ModelTree:
         root: the model itself.
         nodes: all modules, each once.
         post_order: the same, children before parents, as torch visits them.
+        by_class: those of each class of modules, in order.
         params: each parameter once, by its first FQN.
         specs: what a plan records of each of them.
         owners: the modules that register each of them; several where it is tied.
@@ -81,6 +82,7 @@ class ModelTree:
             raise PlanError(f"model must be a torch.nn.Module, got {kind}. Pass the model itself.")
         self.nodes: list[ModuleNode] = []
         self.post_order: list[ModuleNode] = []
+        self.by_class: dict[type[nn.Module], list[ModuleNode]] = defaultdict(list)
         self.params: dict[str, nn.Parameter] = {}
         self.specs: dict[str, ParamSpec] = {}
         self.owners: dict[str, tuple[ModuleNode, ...]] = {}
@@ -94,6 +96,7 @@ class ModelTree:
     def _walk(self, fqn: str, module: nn.Module, parents: tuple[ModuleNode, ...]) -> ModuleNode:
         node = ModuleNode(fqn, module, len(self.nodes), parents)
         self.nodes.append(node)
+        self.by_class[type(module)].append(node)
         self._by_module[id(module)] = node
         prefix = f"{fqn}." if fqn else ""
         alone = (node,)  # once, for all that it registers
@@ -148,6 +151,14 @@ class ModelTree:
         if isinstance(param, DTensor):
             return spec._replace(tensor_parallel=True)
         return spec if spec.trainable else spec._replace(element_bytes=_element_bytes(param))
+
+    def instances(self, *classes: type) -> list[ModuleNode]:
+        """The modules of these classes."""
+        found: list[ModuleNode] = []
+        for cls, nodes in self.by_class.items():
+            if issubclass(cls, classes):
+                found += nodes
+        return found
 
     def node(self, fqn: str) -> ModuleNode:
         """The module of a path, also of a further path of a shared module."""
