@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-
-import torch
 
 from shardkit.errors import listing
 from shardkit.plan.data import PlanData, callers, dtype_name
@@ -70,14 +67,15 @@ def children_first(plan: PlanData) -> Iterator[str]:
 
 
 def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
-    by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
-    for spec in plan.specs_of(unit):
-        if spec.trainable:
-            by_dtype[spec.dtype].append(spec.fqn)
-    if len(by_dtype) > 1:
-        found = [f"{dtype_name(dtype)}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items()]
+    trained = [spec for spec in plan.specs_of(unit) if spec.trainable]
+    dtypes = dict.fromkeys(spec.dtype for spec in trained)
+    if len(dtypes) > 1:
+        found = []
+        for dtype in dtypes:
+            fqns = [spec.fqn for spec in trained if spec.dtype == dtype]
+            found.append(f"{dtype_name(dtype)}: {listing(fqns, 5)}")
         yield (
-            f"{unit.name} trains parameters of {len(by_dtype)} dtypes ({'; '.join(found)}). The "
+            f"{unit.name} trains parameters of {len(dtypes)} dtypes ({'; '.join(found)}). The "
             "trainable parameters of a unit have one dtype, since their gradients are reduced "
             "together. Cast them to one dtype, or give the modules of one dtype a unit of their "
             "own."

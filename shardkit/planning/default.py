@@ -12,13 +12,19 @@ from collections.abc import Set
 import torch.nn as nn
 
 from shardkit.planning.selection import Selection, large_modules
-from shardkit.planning.tree import ModelTree, ModuleNode, has_forward, is_called, outermost
+from shardkit.planning.tree import (
+    ModelTree,
+    ModuleNode,
+    has_forward,
+    in_order,
+    is_called,
+    outermost,
+)
 
 LARGE_NUMEL, LARGE_SHARE = 1_000_000, 0.05  # a module outside of blocks is a unit if it has both
 SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # a head with less than either is left to the root
 STAGE_SHARE = 0.7  # a block with so much of itself in inner blocks is a stage, and they are units
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_DIGIT = re.compile(r"\d")
 
 
 def default_units(tree: ModelTree) -> list[Selection]:
@@ -42,7 +48,7 @@ def default_units(tree: ModelTree) -> list[Selection]:
         norm = _norm_before(tree, head, blocks, outside, is_declared)
         tied = any(tree.specs[fqn].aliases for fqn in head.params)
         if norm is not None:
-            tail = sorted([norm, head], key=lambda node: node.place)
+            tail = in_order([norm, head])
         elif tied or head.numel >= _large(tree):
             tail = [head]
 
@@ -51,8 +57,9 @@ def default_units(tree: ModelTree) -> list[Selection]:
         taken.update(embedding.subtree())
     beside = _layers_beside(tree, blocks, taken)
     taken.update(beside)
-    units = [*blocks, *beside, *_find_large(tree, taken)]
-    selections = [Selection((node,)) for node in units]
+    large = large_modules(tree, _large(tree), taken)
+    large = [node for node in large if taken.isdisjoint(node.subtree())]  # around no unit
+    selections = [Selection((node,)) for node in [*blocks, *beside, *large]]
     if embedding is not None:
         selections.append(Selection((embedding,)))
     if tail:
@@ -76,17 +83,17 @@ def find_blocks(tree: ModelTree) -> list[ModuleNode]:
         if node in items:
             container = node.parents[0]
             alone = isinstance(container.module, nn.ModuleList) and len(container.module) == 1
-            is_block = (number > 1 or alone) and any(child.numel for child in node.children)
-            if (number > 1 or alone) and not is_block:
-                # A layer of an MLP is a block only where the layers are most of the model.
-                is_most = 2 * container.numel > tree.root.numel
-                is_block = is_most and _has_matrices(tree, node, 1)
+            repeats = number > 1 or alone
+            is_block = repeats and any(child.numel for child in node.children)
+            if repeats and not is_block and 2 * container.numel > tree.root.numel:
+                # An MLP in a Sequential: its layers are blocks, as they are most of the model.
+                is_block = _has_matrices(tree, node, 1)
         else:  # an attribute, such as mid_block, of a class that is in a list too
             is_container = isinstance(node.module, _CONTAINERS)
             is_block = not is_container and _has_matrices(tree, node, 2)
         if is_block and is_called(node):
             blocks.add(node)
-    outer = outermost(list(blocks))
+    outer = outermost(blocks)
     if len(outer) == len(blocks):  # none is inside another
         return outer
     found = []
@@ -131,15 +138,15 @@ def _list_items(tree: ModelTree) -> set[ModuleNode]:
         if isinstance(node.module, _CONTAINERS):
             if "expert" in node.fqn.rpartition(".")[2].lower():
                 experts.update(node.subtree())
-            elif node not in experts:
+            else:
                 items.update(node.children)
             continue
-        if not _DIGIT.search(" ".join(node.module._modules)):
+        if not re.search(r"\d", "".join(node.module._modules)):
             continue
         numbered: dict[str, list[ModuleNode]] = defaultdict(list)
         for child in node.children:
             name = child.fqn.rpartition(".")[2]
-            if _DIGIT.search(name):
+            if re.search(r"\d", name):
                 numbered[re.sub(r"\d+", "#", name)].append(child)
         for alike in numbered.values():
             # Where one is a single layer, they are plain layers, or branches as of Inception.
@@ -187,17 +194,6 @@ def _layers_beside(
     return found
 
 
-def _find_large(tree: ModelTree, taken: Set[ModuleNode]) -> list[ModuleNode]:
-    """Return the modules with much of the model that no other unit has, around none of them."""
-    around: set[ModuleNode] = set()
-    for node in taken:
-        for parent in node.parents:
-            if parent not in taken and parent not in around:
-                around.update([parent, *parent.ancestors()])
-    found = large_modules(tree, _large(tree), taken)
-    return [node for node in found if node not in around]
-
-
 def _declared(tree: ModelTree, getter: str, outside: list[ModuleNode]) -> ModuleNode | None:
     """Return what transformers' ``get_input_embeddings`` or ``get_output_embeddings`` returns."""
     method = getattr(tree.root.module, getter, None)
@@ -213,7 +209,7 @@ def _declared(tree: ModelTree, getter: str, outside: list[ModuleNode]) -> Module
 
 def _last_linear(tree: ModelTree, outside: list[ModuleNode]) -> ModuleNode | None:
     """Return the last module of the model if it is a Linear: the head, where none is declared."""
-    last = max((node for node in tree.nodes if node.params), key=lambda node: node.place)
+    last = [node for node in tree.nodes if node.params][-1]
     return last if isinstance(last.module, nn.Linear) and last in outside else None
 
 

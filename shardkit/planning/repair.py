@@ -90,9 +90,9 @@ def split_dtypes(
     owned, _ = assign(tree, [each.modules for each in selections], skipped)
     for selection, params in zip(selections, owned, strict=True):
         numel: dict[torch.dtype, int] = defaultdict(int)
-        for fqn in params:
-            if tree.specs[fqn].trainable:
-                numel[tree.specs[fqn].dtype] += tree.specs[fqn].numel
+        trained = [fqn for fqn in params if tree.specs[fqn].trainable]
+        for fqn in trained:
+            numel[tree.specs[fqn].dtype] += tree.specs[fqn].numel
         if len(numel) < 2:
             continue
         kept = max(numel, key=lambda dtype: numel[dtype])
@@ -100,11 +100,11 @@ def split_dtypes(
         # what the unit's modules have themselves cannot be taken out
         if len(own & numel.keys()) == 1:
             (kept,) = own & numel.keys()
-        others = {fqn for fqn in params if tree.specs[fqn].dtype in numel.keys() - {kept}}
-        others = {fqn for fqn in others if tree.specs[fqn].trainable}
         by_dtype: dict[torch.dtype, list[ModuleNode]] = defaultdict(list)
-        for fqn in sorted(others):
+        for fqn in sorted(trained):
             dtype = tree.specs[fqn].dtype
+            if dtype == kept:
+                continue
             if all(_trains_only(tree, node, dtype, selection) for node in tree.owners[fqn]):
                 by_dtype[dtype] += tree.owners[fqn]
             else:

@@ -18,7 +18,7 @@ from shardkit.planning.selection import (
     check_settings,
     large_modules,
 )
-from shardkit.planning.tree import ModelTree, ModuleNode, has_forward
+from shardkit.planning.tree import ModelTree, ModuleNode, has_forward, in_order
 
 
 def by_class(*classes: type[nn.Module] | str, **overrides: Unpack[Overrides]) -> UnitRule:
@@ -105,13 +105,9 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
             if not matched:
                 raise _no_match(f"{text} {glob!r} matches no module", tree)
             found.update(matched)
-        return [Selection(_in_order(found), overrides)]
+        return [Selection(tuple(in_order(found)), overrides)]
 
     return UnitRule(text, select, overrides)
-
-
-def _in_order(nodes: Set[ModuleNode]) -> tuple[ModuleNode, ...]:
-    return tuple(sorted(nodes, key=lambda node: node.place))
 
 
 def select(tree: ModelTree, rules: Rule | Sequence[Rule]) -> list[Selection]:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from typing_extensions import TypedDict
 
 from shardkit.errors import PlanError, listing
-from shardkit.planning.tree import ModelTree, ModuleNode, is_called
+from shardkit.planning.tree import ModelTree, ModuleNode, in_order, is_called
 
 
 class Overrides(TypedDict, total=False):
@@ -62,7 +62,7 @@ def large_modules(tree: ModelTree, min_numel: int, taken: Set[ModuleNode]) -> li
             if node is not tree.root and left[node] >= min_numel and is_called(node):
                 left[node] = 0
                 found.append(node)
-    return sorted(found, key=lambda node: node.place)
+    return in_order(found)
 
 
 def check_settings(rule: str, settings: Mapping[str, Any]) -> None:

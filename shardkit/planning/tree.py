@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -43,22 +43,21 @@ class ModuleNode:
 
     def subtree(self) -> list[ModuleNode]:
         """The module and all below it, each once, outer ones first."""
-        found, seen = [self], {self}
-        for node in found:  # which grows
-            for child in node.children:
-                if child not in seen:
-                    seen.add(child)
-                    found.append(child)
-        return found
+        return _reached([self], "children")
 
     def ancestors(self) -> list[ModuleNode]:
-        """The modules around it, each once, the root last."""
-        found: dict[ModuleNode, None] = {}
-        for parent in self.parents:
-            for node in [parent, *parent.ancestors()]:
-                found.pop(node, None)
-                found[node] = None
-        return list(found)
+        """The modules around it, each once, inner ones first."""
+        return _reached([*self.parents], "parents")
+
+
+def _reached(nodes: list[ModuleNode], direction: str) -> list[ModuleNode]:
+    seen = set(nodes)
+    for node in nodes:  # which grows
+        for other in getattr(node, direction):
+            if other not in seen:
+                seen.add(other)
+                nodes.append(other)
+    return nodes
 
 
 class ModelTree:
@@ -190,11 +189,15 @@ def _element_bytes(param: torch.Tensor) -> float:
     return float(sum(getattr(param, name).nbytes for name in names)) / max(1, param.numel())
 
 
-def outermost(nodes: Sequence[ModuleNode]) -> list[ModuleNode]:
+def in_order(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:
+    """The modules in the model's order."""
+    return sorted(nodes, key=lambda node: node.place)
+
+
+def outermost(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:
     """The modules that are not inside of another one of them, in the model's order."""
     given = set(nodes)
-    found = [node for node in given if given.isdisjoint(node.ancestors())]
-    return sorted(found, key=lambda node: node.place)
+    return in_order(node for node in given if given.isdisjoint(node.ancestors()))
 
 
 # --- Which unit owns a parameter ----------------------------------------------------------------
