@@ -76,9 +76,10 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     module: Any = torch.get_device_module(device)
-    generator: torch.Generator = module.default_generators[
-        module.current_device() if device.index is None else device.index
-    ]
+    index = module.current_device()  # this starts CUDA, which has no generators before
+    if device.index is not None:
+        index = device.index
+    generator: torch.Generator = module.default_generators[index]
     return generator
 
 

@@ -19,6 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.checkpoint import load_checkpoint, save, save_checkpoint
+from shardkit._torch.dispatch import default_generator
 from shardkit.checkpoint.random_state import random_states, restore_random
 from shardkit.checkpoint.source import pack, unpack
 from shardkit.errors import CheckpointError
@@ -224,3 +225,18 @@ def test_the_random_state_of_a_gpu_is_skipped_by_a_cuda_build_without_a_gpu(tmp_
     with mock.patch.object(torch.accelerator, "current_accelerator", current_accelerator):
         load_checkpoint(tmp_path / "a", model)
     assert draws() == drawn
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_an_accelerator_that_has_not_started_gets_generators(name, monkeypatch):
+    class NotStarted:  # as torch.cuda before its first use
+        default_generators: tuple[torch.Generator, ...] = ()
+
+        def current_device(self):
+            self.default_generators = (torch.Generator(),)
+            return 0
+
+    module = NotStarted()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    generator = default_generator(torch.device(name))
+    assert generator is module.default_generators[0]
