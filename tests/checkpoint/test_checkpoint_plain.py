@@ -18,8 +18,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.checkpoint import load_checkpoint, save, save_checkpoint
 from shardkit._torch.dispatch import default_generator
+from shardkit.checkpoint import load_checkpoint, save, save_checkpoint
 from shardkit.checkpoint.random_state import random_states, restore_random
 from shardkit.checkpoint.source import pack, unpack
 from shardkit.errors import CheckpointError
