@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn as nn
 
-from shardkit.errors import TranslationError, listing, message
+from shardkit.errors import TranslationError, listing
 from shardkit.fsdp1.configs.formats import FORMATS, format_of
 from shardkit.fsdp1.configs.reader import Config, load
 from shardkit.fsdp1.configs.target import Ranks, Target, build
@@ -22,11 +22,11 @@ from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import check_ranks
 
-_WHOLE = Note(
+_ROOT_ALONE = Note(
     "units",
     "the root alone",
     "noted",
-    "So the whole model is gathered at once, which is rarely intended. Name the classes of its "
+    "So the whole model is unsharded at once, which is rarely intended. Name the classes of its "
     "blocks in a wrap policy, or call shard_model(model), which makes a unit of each block.",
 )
 
@@ -38,7 +38,11 @@ class Reading:
     format: str
     target: Target
     notes: tuple[Note, ...]
-    refused: list[Note]
+
+    @property
+    def refused(self) -> list[Note]:
+        """Return the notes on keys that are refused."""
+        return [note for note in self.notes if note.support == "refused"]
 
 
 def from_config(
@@ -54,7 +58,7 @@ def from_config(
     it.
 
     Pure and local: the model does not change, and it may be on the meta device. Formats are
-    recognized by their keys: accelerate, transformers' TrainingArguments, axolotl and ROLL.
+    recognized by their keys: accelerate, transformers' TrainingArguments and axolotl.
 
     Args:
         config: the configuration, or the path of a JSON or YAML file. YAML needs PyYAML.
@@ -73,13 +77,11 @@ def from_config(
     ranks = Ranks(world_size, ranks_per_node)
     reading = read_config(config, ranks, format=format)
     if strict and reading.refused:
-        raise TranslationError(
-            "\n".join(
-                message(note.argument, f"{note.value} is refused", note.sentence, "")
-                for note in reading.refused
-            )
-        )
-    return build(reading.target, model, reading.notes, ranks)
+        lines = [
+            f"{note.argument} {note.value} is refused. {note.sentence}" for note in reading.refused
+        ]
+        raise TranslationError("\n".join(lines))
+    return build(reading.target, model, reading.notes)
 
 
 def read_config(
@@ -94,13 +96,16 @@ def read_config(
         values = {**values, "fsdp_config": load(values["fsdp_config"])}
     name = format_of(values) if format is None else format
     if name not in FORMATS:
-        problem = f"must be one of {listing(FORMATS)}, got {name!r}"
-        raise TranslationError(message("format", problem, "", ""))
+        raise TranslationError(
+            f"format must be one of {listing(FORMATS)}, got {name!r}. For other tools pass the "
+            "settings of the file to shard_model."
+        )
     read = Config(values)
     target = FORMATS[name](read, _ranks_that_run(ranks))
     notes = read.finish()
-    refused = [note for note in notes if note.support == "refused"]
-    return Reading(name, target, (*notes, _WHOLE) if target.wrap.by == "root" else notes, refused)
+    if not target.wraps:
+        notes = (*notes, _ROOT_ALONE)
+    return Reading(name, target, notes)
 
 
 def _ranks_that_run(ranks: Ranks) -> Ranks:

@@ -6,7 +6,6 @@ import argparse
 import sys
 from typing import Any
 
-from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs import read_config
 from shardkit.fsdp1.configs.formats import FORMATS
 from shardkit.fsdp1.configs.target import Ranks, build
@@ -21,7 +20,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "translate",
         help="translate a configuration of FSDP1 to FSDP2, with a note for each key",
-        description="Translate a configuration file of accelerate, transformers, axolotl or ROLL. "
+        description="Translate a configuration file of accelerate, transformers or axolotl. "
         "Prints a note for each key and, with --model, torch code or the plan. Exit code: 0 if "
         "everything was translated, 1 if anything was refused, 2 if the command is invalid.",
     )
@@ -40,23 +39,17 @@ def run(options: argparse.Namespace) -> int:
         print(f"translate: --to {options.to} needs --model", file=sys.stderr)
         return USAGE
     ranks = Ranks(options.world, options.ranks_per_node)
-    try:
-        reading = read_config(options.file, ranks, format=options.format)
-        width = max((len(note.argument) for note in reading.notes), default=0)
-        print(f"# {reading.format}")
-        for note in reading.notes:
-            line = f"# {note.support:<9} {note.argument:<{width}}  {note.value}: {note.sentence}"
-            print(line.replace("\n", " "))
-        if reading.refused:
-            print(f"translate: {len(reading.refused)} keys are refused", file=sys.stderr)
-            return 1
-        if options.model:
-            model = named_model(options.model)
-            translation = build(reading.target, model, reading.notes, ranks)
-            print()
-            print(translation.to_python() if options.to == "torch" else translation.plan)
-    except TranslationError as error:  # which names the arguments of from_config
-        text = str(error).replace("world_size=", "--world ")
-        text = text.replace("ranks_per_node=", "--ranks-per-node ")
-        raise TranslationError(text.replace("ranks_per_node", "--ranks-per-node")) from error
+    reading = read_config(options.file, ranks, format=options.format)
+    width = max((len(note.argument) for note in reading.notes), default=0)
+    print(f"# {reading.format}")
+    for note in reading.notes:
+        line = f"# {note.support:<9} {note.argument:<{width}}  {note.value}: {note.sentence}"
+        print(line.replace("\n", " "))
+    if reading.refused:
+        print(f"translate: {len(reading.refused)} keys are refused", file=sys.stderr)
+        return 1
+    if options.model:
+        translation = build(reading.target, named_model(options.model), reading.notes)
+        print()
+        print(translation.to_python() if options.to == "torch" else translation.plan)
     return 0

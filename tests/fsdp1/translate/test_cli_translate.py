@@ -120,7 +120,7 @@ def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(tmp_path
         (
             (FSDP1, "--world", 12, "--ranks-per-node", 5),
             1,
-            "--ranks-per-node 5 does not divide 12 ranks",
+            "ranks_per_node 5 does not divide 12 ranks",
         ),
         (("absent.yaml",), 1, "absent.yaml cannot be read"),
         (
