@@ -17,7 +17,16 @@ PAGES = {**OUTSIDE, "index.md": "README.md"}
 STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()
 CODE = re.compile("(?<=<code>)[^<]*")
 # beside the top level
-PACKAGES = ("fsdp1", "integrations", "memory", "sequence", "state", "testing", "watching")
+PACKAGES = (
+    "checkpoint",
+    "fsdp1",
+    "integrations",
+    "memory",
+    "sequence",
+    "state",
+    "testing",
+    "watching",
+)
 
 
 def on_files(files, config):

@@ -37,17 +37,10 @@ from torch import nn
 
 from benchmarks.scale.published import on_meta
 from benchmarks.scale.tables import MODELS
-from shardkit import (
-    MeshSpec,
-    clip_grad_norm_,
-    load_checkpoint,
-    plan_model,
-    save_checkpoint,
-    shard_model,
-)
+from shardkit import MeshSpec, clip_grad_norm_, plan_model, shard_model
 from shardkit import ranks as exchange
 from shardkit.apply import mesh, shard
-from shardkit.checkpoint import byte_ranges, native, save
+from shardkit.checkpoint import byte_ranges, load_checkpoint, native, save, save_checkpoint
 from shardkit.checkpoint.format import NewFile
 from shardkit.shards import as_sharded
 from shardkit.testing import fake_world

@@ -42,7 +42,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardkit import apply_plan, init_on_meta, load_pretrained, materialize, plan_model
+from shardkit import apply_plan, init_on_meta, materialize, plan_model
+from shardkit.checkpoint import load_pretrained
 from shardkit.testing import RankPool
 
 RANKS, TOKENS = 2, 4

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.state_disk import RANKS, Model, built, measured
-from shardkit import init_on_meta, load_checkpoint, materialize, save_checkpoint, shard_model
-from shardkit.checkpoint import load_pretrained
+from shardkit import init_on_meta, materialize, shard_model
+from shardkit.checkpoint import load_checkpoint, load_pretrained, save_checkpoint
 from shardkit.state import full_state_dict, load_full_state_dict
 from shardkit.testing import RankPool
 

@@ -1,4 +1,4 @@
-"""What ``shardkit.watch`` costs a training step: a model of 100 units on 2 gloo ranks.
+"""What ``shardkit.watching.watch`` costs a training step: a model of 100 units on 2 gloo ranks.
 
 Run: ``python -m benchmarks.watch``. Counted in CPU time, which other programs on the machine change
 little: a note, times the notes of a step, in the thread that trains; and a poll of the watch's
@@ -14,9 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardkit import shard_model, watch
+from shardkit import shard_model
 from shardkit.ranks import listeners
 from shardkit.testing import RankPool
+from shardkit.watching import watch
 
 UNITS, WIDTH, STEPS = 100, 256, 10
 

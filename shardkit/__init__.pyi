@@ -7,8 +7,8 @@ __version__: str
 # ## Sharding
 from shardkit.api import shard_model as shard_model, plan_model as plan_model
 from shardkit.apply.shard import apply_plan as apply_plan
-from shardkit.apply.mesh import training_mesh as training_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy, MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy, CPUOffloadPolicy as CPUOffloadPolicy
 
 # ## The plan and its rules
 from shardkit.plan import MeshSpec as MeshSpec, ShardUnit as ShardUnit, ShardingPlan as ShardingPlan
@@ -19,7 +19,7 @@ from shardkit.meta import init_on_meta as init_on_meta, materialize as materiali
 
 # ## Gradients
 from shardkit.grads.accumulate import accumulate as accumulate
-from shardkit.grads import no_sync as no_sync, zero_grad as zero_grad, reset_after_error as reset_after_error
+from shardkit.grads import zero_grad as zero_grad, reset_after_error as reset_after_error
 from shardkit.grads import clip_grad_norm_ as clip_grad_norm_, GradScaler as GradScaler
 from shardkit.grads import scale_loss as scale_loss, scale_grads_ as scale_grads_
 from shardkit.grads import global_token_count as global_token_count, set_gradient_reduction as set_gradient_reduction
@@ -36,19 +36,7 @@ from shardkit.state import sharded_average as sharded_average
 from shardkit.state import full_state_dict as full_state_dict, load_full_state_dict as load_full_state_dict
 from shardkit.state import full_optimizer_state_dict as full_optimizer_state_dict
 from shardkit.state import load_full_optimizer_state_dict as load_full_optimizer_state_dict
-from shardkit.checkpoint import named_full_tensors as named_full_tensors
 from shardkit.state.full_params import full_params as full_params
-
-# ## Checkpoints
-from shardkit.checkpoint import save_checkpoint as save_checkpoint, load_checkpoint as load_checkpoint
-from shardkit.checkpoint import latest_checkpoint as latest_checkpoint, convert_checkpoint as convert_checkpoint
-from shardkit.checkpoint import save_pretrained as save_pretrained, load_pretrained as load_pretrained
-
-# ## From FSDP1
-from shardkit.fsdp1 import shard_like_fsdp1 as shard_like_fsdp1
-
-# ## When ranks disagree
-from shardkit.watching.watch import watch as watch
 
 # ## Errors
 from shardkit.errors import ShardkitError as ShardkitError, PlanError as PlanError

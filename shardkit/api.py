@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.apply.mesh import spec_of
-from shardkit.apply.shard import apply_agreed
+from shardkit.apply.shard import ModelT, apply_agreed
 from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
@@ -138,7 +138,7 @@ def plan_model(
 
 
 def shard_model(
-    model: nn.Module,
+    model: ModelT,
     *,
     units: Rule | Sequence[Rule] | None = None,
     mesh: DeviceMesh | MeshSpec | None = None,
@@ -155,7 +155,7 @@ def shard_model(
     example_batch: Any = None,
     memory_budget: int | str | None = None,
     sync_module_states: bool = False,
-) -> nn.Module:
+) -> ModelT:
     """Shard ``model`` in place and return it: ``apply_plan(model, plan_model(model, ...))``.
 
     Collective: every rank must call, with the same arguments, and with models of the same values: a

@@ -126,7 +126,7 @@ def main(args: Sequence[str] | None = None) -> list[float]:
         dist.all_reduce(total)
         losses.append((total / count).item())
     if given.save:
-        shardkit.save_checkpoint(given.save, model)
+        shardkit.checkpoint.save_checkpoint(given.save, model)
     return losses
 
 

@@ -20,12 +20,11 @@ from shardkit import (
     clip_grad_norm_,
     global_token_count,
     init_on_meta,
-    load_pretrained,
-    save_pretrained,
     scale_loss,
     shard_model,
     step_on_local_shards,
 )
+from shardkit.checkpoint import load_pretrained, save_pretrained
 
 
 def build(folder, recompute):

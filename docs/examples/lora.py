@@ -19,11 +19,10 @@ from shardkit import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
     init_on_meta,
-    load_pretrained,
-    save_pretrained,
     shard_model,
     step_on_local_shards,
 )
+from shardkit.checkpoint import load_pretrained, save_pretrained
 
 
 def build(folder, rank):

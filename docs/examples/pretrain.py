@@ -22,14 +22,12 @@ from shardkit import (
     clip_grad_norm_,
     global_token_count,
     init_on_meta,
-    latest_checkpoint,
-    load_checkpoint,
     materialize,
-    save_checkpoint,
     scale_loss,
     shard_model,
     step_on_local_shards,
 )
+from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 
 class Transformer(nn.Module):

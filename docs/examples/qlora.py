@@ -20,8 +20,8 @@ from torch import nn
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 from transformers import AutoModelForCausalLM
 
-from shardkit import clip_grad_norm_, load_checkpoint, save_checkpoint, save_pretrained, shard_model
-from shardkit.checkpoint import latest_checkpoint
+from shardkit import clip_grad_norm_, shard_model
+from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, save_pretrained
 
 
 def quantize(base, device, block, scaler_block):

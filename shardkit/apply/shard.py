@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -38,14 +38,16 @@ from shardkit.ranks import Groups, gather_by_rank, together, warn_once
 from shardkit.runtime.hooks import install_hooks
 from shardkit.runtime.stepping import replacing
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
 
 def apply_plan(
-    model: nn.Module,
+    model: ModelT,
     plan: ShardingPlan,
     mesh: DeviceMesh | None = None,
     *,
     sync_module_states: bool = False,
-) -> nn.Module:
+) -> ModelT:
     """Shard ``model`` as ``plan`` says, in place, and return it.
 
     Collective: every rank of the mesh must call. Before anything is changed, the ranks compare
@@ -69,11 +71,11 @@ def apply_plan(
 
 
 def apply_agreed(
-    model: nn.Module,
+    model: ModelT,
     make_plan: Callable[[], ShardingPlan],
     mesh: DeviceMesh | None,
     sync_module_states: bool,
-) -> nn.Module:
+) -> ModelT:
     """Apply the plan that ``make_plan`` returns; what it raises on one rank is raised on all."""
     ensure_process_group()
     groups: Groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]

@@ -139,7 +139,7 @@ def add_parser(commands: Any) -> Any:
     returned.
     """
     about = (
-        "Read any checkpoint that shardkit.load_checkpoint reads, and write it in another format, "
+        "Read any checkpoint that load_checkpoint reads, and write it in another format, "
         "in one process."
     )
     parser = commands.add_parser(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 from torch import nn
@@ -37,6 +37,8 @@ def accumulate(
 ) -> Iterator[None]:
     """Run forward and backward of one micro-batch in this context; the last one reduces the
     gradients of all.
+
+    ``last=False`` is ``no_sync`` of FSDP1 and DDP: the first backward outside reduces everything that waits.
 
     Local: it sets flags of FSDP modules and restores them on exit. Contexts nest; the innermost one
     decides. All ranks must pass the same arguments, which decide the collectives;
@@ -113,21 +115,10 @@ def accumulate(
             raise
 
 
-def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Run backward without reducing gradients, as the method of FSDP1 and DDP: ``accumulate(model,
-    last=False)``.
-
-    Put the forward inside as well. The first backward outside reduces everything accumulated.
-    Local.
-    """
-    return accumulate(model, last=False)
-
-
 def zero_grad(model: nn.Module) -> None:
-    """Drop all gradients, also unreduced ones of backwards without sync, and free their memory.
-    Local.
+    """Drop all gradients, also those that wait to be reduced, and free their memory. Local.
 
-    ``optimizer.zero_grad()`` does so after ``accumulate`` and ``no_sync``. ``model.zero_grad()``
+    ``optimizer.zero_grad()`` does so after ``accumulate``. ``model.zero_grad()``
     does not see what waits in units that stayed unsharded.
     """
     check_module(model)

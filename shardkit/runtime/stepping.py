@@ -165,7 +165,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise ShardkitError(
             f"{name}.step() was called while {len(waiting)} gradients wait to be reduced: "
             f"{listing(sorted(waiting), 6)}. Only a backward with gradient sync through the whole "
-            "unit reduces them, not those under no_sync() or accumulate(last=False), nor of one "
+            "unit reduces them, not those under accumulate(last=False), nor of one "
             "module of a unit of several. Run the last micro-batch with accumulate(model, "
             "last=True), or drop them with shardkit.zero_grad(model)."
         )

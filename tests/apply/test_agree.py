@@ -31,11 +31,11 @@ from shardkit import (
     materialize,
     plan_model,
     ranks,
-    shard_like_fsdp1,
     shard_model,
 )
 from shardkit.apply import shard as apply
 from shardkit.errors import ShardkitError
+from shardkit.fsdp1 import shard_like_fsdp1
 from shardkit.ranks import Groups, together
 from shardkit.testing import assert_same_on_all_ranks, distributed, fake_world
 

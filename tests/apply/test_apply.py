@@ -23,10 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import MeshSpec, PlanError, ranks, shard_model, training_mesh
+from shardkit import MeshSpec, PlanError, ranks, shard_model
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import set_timeout
 from shardkit.apply import mesh, shard
+from shardkit.sequence import training_mesh
 from shardkit.testing import comm_counts, distributed, fake_world
 
 

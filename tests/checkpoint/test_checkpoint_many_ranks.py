@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardkit
-from shardkit import clip_grad_norm_, load_checkpoint, save_checkpoint, shard_model
-from shardkit.checkpoint import directory, save
+from shardkit import clip_grad_norm_, shard_model
+from shardkit.checkpoint import directory, load_checkpoint, save, save_checkpoint
 from shardkit.checkpoint.byte_ranges import MASK, file_sums
 from shardkit.checkpoint.format import MAX_FILE_BYTES, Spec, plan_files
 from shardkit.testing import fake_world

@@ -26,15 +26,15 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import PermuteForRope, WeightConverter
 
-from shardkit import (
-    full_state_dict,
-    init_on_meta,
+from shardkit import full_state_dict, init_on_meta, shard_model
+from shardkit.checkpoint import (
+    byte_ranges,
+    convert_checkpoint,
     load_pretrained,
+    named_full_tensors,
     save_checkpoint,
     save_pretrained,
-    shard_model,
 )
-from shardkit.checkpoint import byte_ranges, convert_checkpoint, named_full_tensors
 from shardkit.checkpoint.byte_ranges import part_of, staged
 from shardkit.errors import CheckpointError, ShardkitError
 from shardkit.testing import distributed

@@ -36,35 +36,35 @@ def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path) -> None
     optimizer = adamw(model.parameters())
     train(model, optimizer)
     expected = values(model)
-    handle = shardkit.save_checkpoint(tmp_path / "saved", model, optimizer, async_=True)
+    handle = shardkit.checkpoint.save_checkpoint(tmp_path / "saved", model, optimizer, async_=True)
     with torch.no_grad():
         for param in model.parameters():
             param.to_local().fill_(float("nan"))
     handle.wait()
     other = sharded(seed=1)
-    shardkit.load_checkpoint(tmp_path / "saved", other, adamw(other.parameters()))
+    shardkit.checkpoint.load_checkpoint(tmp_path / "saved", other, adamw(other.parameters()))
     assert_same(values(other), expected)
 
 
 def test_the_random_state_of_the_device_resumes(tmp_path: Path) -> None:
     model = sharded()
     torch.rand(3, device=DEVICE)
-    shardkit.save_checkpoint(tmp_path / "saved", model)
+    shardkit.checkpoint.save_checkpoint(tmp_path / "saved", model)
     expected = torch.rand(5, device=DEVICE)
     torch.manual_seed(99)
-    shardkit.load_checkpoint(tmp_path / "saved", model)
+    shardkit.checkpoint.load_checkpoint(tmp_path / "saved", model)
     assert torch.equal(torch.rand(5, device=DEVICE), expected)
 
 
 @pytest.mark.parametrize("offloads", [False, True])
 def test_weights_are_read_into_a_model_on_meta(tmp_path: Path, offloads: bool) -> None:
     model = sharded()
-    shardkit.save_checkpoint(tmp_path / "saved", model)
+    shardkit.checkpoint.save_checkpoint(tmp_path / "saved", model)
     with shardkit.init_on_meta():
         other = Llama(SHAPE, 64)
     policy = CPUOffloadPolicy(pin_memory=HAS_GPU) if offloads else None
     shardkit.shard_model(other, offload_policy=policy)
-    shardkit.load_pretrained(other, tmp_path / "saved")
+    shardkit.checkpoint.load_pretrained(other, tmp_path / "saved")
     assert_same(values(other), values(model))
     other(tokens()).backward()
 

@@ -95,8 +95,8 @@ def test_trains_as_one_process_with_both_batches(two_ranks: RankPool, name: str)
 
 def save_and_load(folder: str) -> None:
     model, other = sharded(plain(0)), sharded(plain(1))
-    shardkit.save_checkpoint(f"{folder}/saved", model, async_=True).wait()
-    shardkit.load_checkpoint(f"{folder}/saved", other)
+    shardkit.checkpoint.save_checkpoint(f"{folder}/saved", model, async_=True).wait()
+    shardkit.checkpoint.load_checkpoint(f"{folder}/saved", other)
     assert_same(shards(other), shards(model))
     full = shardkit.full_state_dict(model)
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""accumulate, no_sync and zero_grad: gradients of one large batch, flags as they were, nothing left
+"""accumulate and zero_grad: gradients of one large batch, flags as they were, nothing left
 over.
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import torch_version
 from shardkit.errors import ShardkitError
-from shardkit.grads import accumulate, clip_grad_norm_, no_sync, reset_after_error, zero_grad
+from shardkit.grads import accumulate, clip_grad_norm_, reset_after_error, zero_grad
 from shardkit.optim import optimizer_in_backward, step_on_local_shards
 from shardkit.testing import distributed, fake_world
 
@@ -99,12 +99,12 @@ def test_plain_parameters_parts_and_several_roots():
 
 
 @distributed(world_size=4, backend="gloo")
-def test_no_sync_reduces_with_the_next_backward():
+def test_the_next_backward_outside_reduces_what_waits():
     ids = batches(1, 3)
     net = shard(integer_net())
     first, second, third = ids[:, dist.get_rank()]
     sharded = list(net.parameters())
-    with no_sync(net):
+    with accumulate(net, last=False):
         loss(net, first).backward()
         loss(net, second).backward()
     assert not any(param.grad.to_local().any() for param in sharded if param.requires_grad)
@@ -288,7 +288,7 @@ def test_a_root_that_torch_decides_on_inside_stays_decided():
 
 
 def test_what_is_no_module():
-    with pytest.raises(ShardkitError, match=r"^model .*list"), no_sync([]):
+    with pytest.raises(ShardkitError, match=r"^model .*list"), accumulate([], last=True):
         pass
     with pytest.raises(ShardkitError, match=r"^model .*Adam"):
         zero_grad(torch.optim.Adam([torch.zeros(1)]))

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit import accumulate, by_name, clip_grad_norm_, shard_model, watch
+from shardkit import accumulate, by_name, clip_grad_norm_, shard_model
 from shardkit.apply.mesh import build_mesh
 from shardkit.plan import MeshSpec
+from shardkit.watching import watch
 from shardkit.watching.watch import _Watch
 
 WORLD, ODD, STEP = 4, 1, 3  # rank ODD disagrees in step STEP

@@ -17,15 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardkit import (
-    MeshSpec,
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_checkpoint,
-    save_checkpoint,
-    shard_model,
-    watch,
-)
+from shardkit import MeshSpec, full_optimizer_state_dict, full_state_dict, shard_model
+from shardkit.checkpoint import load_checkpoint, save_checkpoint
+from shardkit.watching import watch
 
 KINDS = {
     "by node": {"mesh": MeshSpec.hybrid(2, 2)},

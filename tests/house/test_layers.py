@@ -44,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "optim": STATE | {"runtime", "state"},
     "state": STATE | {"meta", "runtime"},
     "checkpoint": STATE | {"state", "meta"},
-    "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
+    "sequence": STATE
+    | {"grads", "apply"},  # any FSDP2 model; the core and the rest never import it
     "watching": {"errors", "ranks", "shards", "grads", "_fsdp"},
     "fsdp1": EVERYTHING - {"fsdp1"},
     # other trainers, for any FSDP2 model; nothing imports it

@@ -25,13 +25,8 @@ from other_trainers import (
 from torch import nn
 from transformers.distributed import DistributedConfig
 
-from shardkit import (
-    MixedPrecisionPolicy,
-    save_pretrained,
-    shard_model,
-    sharded_average,
-    step_on_whole_matrices,
-)
+from shardkit import MixedPrecisionPolicy, shard_model, sharded_average, step_on_whole_matrices
+from shardkit.checkpoint import save_pretrained
 from shardkit.errors import ShardkitError
 from shardkit.integrations import keep_sharded
 from shardkit.state.average import ShardedAverage

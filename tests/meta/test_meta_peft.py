@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardkit import ShardkitError, init_on_meta, load_pretrained, materialize, shard_model
+from shardkit import ShardkitError, init_on_meta, materialize, shard_model
+from shardkit.checkpoint import load_pretrained
 from shardkit.testing import fake_world
 
 # transformers' own deprecation, met by PEFT

@@ -16,13 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from trees import assert_same
 
-from shardkit import (
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_checkpoint,
-    save_checkpoint,
-    step_on_whole_matrices,
-)
+from shardkit import full_optimizer_state_dict, full_state_dict, step_on_whole_matrices
+from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.shards import as_sharded, local_box
 from shardkit.testing import distributed, fake_world

@@ -26,12 +26,11 @@ from shardkit import (
     apply_plan,
     by_class,
     init_on_meta,
-    load_checkpoint,
     materialize,
     plan_model,
-    save_checkpoint,
     shard_model,
 )
+from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.grads import accumulate, clip_grad_norm_, reset_after_error
 from shardkit.grads.scale import set_gradient_reduction
 from shardkit.optim import check_optimizer

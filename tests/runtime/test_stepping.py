@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
 from shardkit import MeshSpec, ShardkitError, check_optimizer, ranks, shard_model, zero_grad
-from shardkit.grads import accumulate, no_sync
+from shardkit.grads import accumulate
 from shardkit.optim import step_on_local_shards
 from shardkit.testing import distributed, fake_world
 
@@ -153,14 +153,14 @@ def test_the_step_of_another_model_leaves_units_unsharded(world):
 
 
 @pytest.mark.parametrize(
-    "context", [no_sync, lambda model: accumulate(model, last=False, keep_unsharded=True)]
+    "options", [{}, {"keep_unsharded": True}], ids=["resharded", "kept unsharded"]
 )
 @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
-def test_a_step_while_gradients_wait_raises(world, context, precision):
+def test_a_step_while_gradients_wait_raises(world, options, precision):
     model = shard_model(net(), mp_policy=precision)
     optimizer, other = AdamW(model.parameters()), AdamW(shard_model(net()).parameters())
     for _ in range(2):
-        with context(model):
+        with accumulate(model, last=False, **options):
             backward(model)
     with pytest.raises(
         ShardkitError,
@@ -197,7 +197,7 @@ def test_a_step_while_gradients_of_replicated_parameters_wait_raises(world, froz
         torch.optim.SGD(model.inner.parameters(), lr=0.1),
     ]
     for _ in range(2):
-        with no_sync(model):
+        with accumulate(model, last=False):
             backward(model)
         with pytest.raises(
             ShardkitError, match=r"SGD.step\(\) was called while 1 gradients wait .*of shape \(\)"
@@ -207,7 +207,7 @@ def test_a_step_while_gradients_of_replicated_parameters_wait_raises(world, froz
             optimizers[1].step()  # holds none of them
         model.zero_grad(set_to_none=to_none)
         optimizers[0].step()
-        with no_sync(model):
+        with accumulate(model, last=False):
             backward(model)
         backward(model)
         optimizers[0].step()
@@ -218,7 +218,7 @@ def test_a_step_while_gradients_of_replicated_parameters_wait_raises(world, froz
 @pytest.mark.parametrize("build", [net, Scaled])
 def test_a_model_is_freed_while_gradients_wait(world, build):
     model = shard_model(build())
-    with no_sync(model):
+    with accumulate(model, last=False):
         backward(model)
     kept = [weakref.ref(model), *(weakref.ref(param) for param in model.parameters())]
     del model

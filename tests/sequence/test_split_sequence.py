@@ -22,10 +22,10 @@ from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 from zoo_transformers import SIZES
 
-from shardkit import MeshSpec, accumulate, plan_model, shard_model, training_mesh
+from shardkit import MeshSpec, accumulate, plan_model, shard_model
 from shardkit.errors import PlanError, ShardkitError
 from shardkit.memory import estimate
-from shardkit.sequence import split_sequence, ulysses
+from shardkit.sequence import split_sequence, training_mesh, ulysses
 from shardkit.sequence.exchange import Heads, deal
 from shardkit.testing import comm_counts, distributed, fake_world
 

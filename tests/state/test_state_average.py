@@ -8,14 +8,8 @@ from meshes import mesh_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shardkit import (
-    full_state_dict,
-    load_checkpoint,
-    load_full_state_dict,
-    save_checkpoint,
-    shard_model,
-    sharded_average,
-)
+from shardkit import full_state_dict, load_full_state_dict, shard_model, sharded_average
+from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.state import sleep
 from shardkit.testing import distributed, fake_world

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, hsdp, seeded
 from torch import Tensor, nn
 
-from shardkit import init_on_meta, load_checkpoint, save_checkpoint
+from shardkit import init_on_meta
+from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.state import full_state_dict, load_full_state_dict
 from shardkit.testing import comm_counts, distributed

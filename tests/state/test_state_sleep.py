@@ -126,13 +126,13 @@ def test_what_needs_the_values_raises_until_wake(tmp_path):
     with pytest.raises(ShardkitError, match="AdamW is asleep"):
         optimizer.step()
     with pytest.raises(ShardkitError, match="AdamW is asleep"):
-        shardkit.save_checkpoint(tmp_path / "a", model, optimizer)
+        shardkit.checkpoint.save_checkpoint(tmp_path / "a", model, optimizer)
     sleep(model.body[0])
     wake(model, optimizer)
     sleep(model, optimizer)
     wake(model, optimizer)
     wake(model.body[0])
-    shardkit.save_checkpoint(tmp_path / "a", model, optimizer)
+    shardkit.checkpoint.save_checkpoint(tmp_path / "a", model, optimizer)
 
 
 @distributed(world_size=2, backend="gloo")

@@ -177,14 +177,14 @@ def check_optimizers(name: str, folder: str) -> None:
             ) <= {"cpu"}
             pieces = copy.deepcopy(shardkit.state.sharded_optimizer_state_dict(model, optimizer))
             path = f"{folder}/{home}"
-            shardkit.save_checkpoint(path, model=model, optimizer=optimizer)
+            shardkit.checkpoint.save_checkpoint(path, model=model, optimizer=optimizer)
             weights = copy.deepcopy(dict(model.named_parameters()))
             expected = steps(model, "pretend", optimizer, 1)
             for way in ("full", "sharded", "checkpoint"):
                 other = sharded("cpu", "pretend", **settings)
                 fresh = adamw(other.parameters(), **options)
                 if way == "checkpoint":
-                    shardkit.load_checkpoint(path, model=other, optimizer=fresh)
+                    shardkit.checkpoint.load_checkpoint(path, model=other, optimizer=fresh)
                 else:
                     with torch.no_grad():
                         for fqn, param in other.named_parameters():
@@ -274,7 +274,9 @@ def check_states(folder: str) -> None:
             assert devices(full.values()) <= {"cpu"}
             pieces = shardkit.state.sharded_state_dict(model)
             assert devices(each for name, each in pieces.items() if name not in buffers) == {home}
-            saved = shardkit.save_checkpoint(f"{folder}/{home}", model=model, async_=True)
+            saved = shardkit.checkpoint.save_checkpoint(
+                f"{folder}/{home}", model=model, async_=True
+            )
             saved.wait()
             for start, way in itertools.product(("cpu", "meta"), ("full", "file")):
                 other = made(start, "pretend")
@@ -282,7 +284,7 @@ def check_states(folder: str) -> None:
                 if way == "full":
                     shardkit.load_full_state_dict(other, full, src="rank0")
                 else:
-                    shardkit.load_pretrained(other, f"{folder}/{home}")
+                    shardkit.checkpoint.load_pretrained(other, f"{folder}/{home}")
                 check_places(other, home, "loaded", pinned=False)
                 check_same(
                     dict(other.named_parameters()),

@@ -18,12 +18,10 @@ from shardkit import (
     accumulate,
     full_params,
     group,
-    load_checkpoint,
     plan_model,
-    save_checkpoint,
-    save_pretrained,
     shard_model,
 )
+from shardkit.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
 from shardkit.memory.timeline import OptimizerBytes, unit_bytes
 from shardkit.plan import Collectives
 from shardkit.testing import comm_counts, distributed

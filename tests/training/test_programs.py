@@ -32,16 +32,14 @@ from shardkit import (
     full_state_dict,
     global_token_count,
     init_on_meta,
-    load_checkpoint,
     load_full_optimizer_state_dict,
     load_full_state_dict,
-    load_pretrained,
     materialize,
-    save_checkpoint,
     scale_loss,
     shard_model,
     step_on_local_shards,
 )
+from shardkit.checkpoint import load_checkpoint, load_pretrained, save_checkpoint
 from shardkit.testing import distributed
 
 MICRO = 3

@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit
-from shardkit import ShardkitError, shard_model, watch
+from shardkit import ShardkitError, shard_model
 from shardkit.apply.mesh import build_mesh
 from shardkit.plan import MeshSpec
 from shardkit.ranks import listeners, note
 from shardkit.testing import distributed, fake_world
+from shardkit.watching import watch
 from shardkit.watching.calls import NOTHING, Seen, compose, first_difference, named, tail
 from shardkit.watching.watch import watch_script
 

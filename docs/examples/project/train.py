@@ -30,13 +30,11 @@ from shardkit import (
     check_optimizer,
     clip_grad_norm_,
     init_on_meta,
-    latest_checkpoint,
-    load_checkpoint,
     materialize,
-    save_checkpoint,
     shard_model,
     step_on_local_shards,
 )
+from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 
 class Decoder(nn.Module):

@@ -168,8 +168,8 @@ def test_shardkits_own_functions_take_wrapped_models(tmp_path: Path):
         shardkit.full_state_dict(model)
     with as_dtensors(model):
         assert is_same(shardkit.full_state_dict(model, rank0_only=False), wanted)
-        shardkit.save_checkpoint(tmp_path / "saved", model)
+        shardkit.checkpoint.save_checkpoint(tmp_path / "saved", model)
     wiped(model)
     with as_dtensors(model):
-        shardkit.load_checkpoint(tmp_path / "saved", model)
+        shardkit.checkpoint.load_checkpoint(tmp_path / "saved", model)
     assert is_same(model.state_dict(), wanted)
