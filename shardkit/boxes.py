@@ -9,11 +9,12 @@ tensor and the ranks that hold them.
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -318,7 +319,6 @@ def gather(
     cannot join.
     """
     group, listed = ranks.connect(), list(tensors)
-    _refuse_quantized(listed)
     collects = group is not None and everywhere and dist.get_backend(group) not in BY_MESSAGES
     dtypes = {}
     for name, tensor in listed:
@@ -359,17 +359,18 @@ def _moved(
     return name, full.to(device or full.device, dtypes[name])
 
 
-def _refuse_quantized(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    names, kinds = [], set()
+def refuse_quantized(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise for tensors whose shards are quantized, such as by torchao. Local."""
+    names, classes = [], set()
     for name, tensor in tensors:
         if isinstance(tensor, DTensor) and is_wrapper(local_value(tensor)):
             names.append(name)
-            kinds.add(type(local_value(tensor)).__name__)
+            classes.add(type(local_value(tensor)).__name__)
     if names:
         raise ShardkitError(
-            f"{listing(names)} is quantized ({listing(sorted(kinds))}), and cannot be gathered: "
-            "blocks and scales are each shard's own. Save it with save_checkpoint, or dequantize "
-            "it first."
+            f"{listing(names)} is quantized ({listing(sorted(classes))}), and cannot be gathered: "
+            "blocks and scales are each shard's own. Save the state_dict() of each rank with "
+            "torch.save, or dequantize it first."
         )
 
 
@@ -512,9 +513,18 @@ def _write(target: Tensor, full: Tensor | None) -> None:
     )
 
 
-def share(data: bytes, size: int, ranks: ModelGroup) -> bytes:
-    """Return the root's bytes, at least one, on all ranks, which know their number. Collective."""
-    buffer = bytearray(data if ranks.is_root else size)
-    content = torch.frombuffer(buffer, dtype=torch.uint8)
-    scatter([Move(content, content if ranks.is_root else None, content.dtype)], ranks)
-    return bytes(buffer)
+def share(value: Any, ranks: ModelGroup) -> Any:
+    """Return the root's value on all ranks; with ``EACH_ALONE`` each rank's own. Collective.
+
+    torch's ``broadcast_object_list`` would need numpy.
+    """
+    group = ranks.connect()
+    if group is None:
+        return value
+    data = pickle.dumps(value) if ranks.is_root else b""
+    size = torch.tensor(len(data), device=collective_device(group))
+    dist.broadcast(size, ranks.root, group=group)
+    padded = bytearray(data or int(size))
+    content = torch.frombuffer(padded, dtype=torch.uint8).to(size.device)
+    dist.broadcast(content, ranks.root, group=group)
+    return pickle.loads(bytes(content.tolist()))

@@ -118,7 +118,6 @@ def _write_safetensors(source: Source, place: Path) -> None:
         "extra_state": extra_state,
         "ties": contents.ties,
         "trainable_only": contents.trainable_only,
-        "quantized": contents.quantized,
         "scheduler": contents.scheduler,
         "shared": {**shared, "extra": pack(_extra(source), "extra")},
     }

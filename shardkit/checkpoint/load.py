@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +43,16 @@ from shardkit.state.load import (
     Request,
     among_floats,
     plan_load,
-    raise_listed,
     rename,
     writable,
 )
 from shardkit.state.model import ModelState, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
-    OptimizerState,
-    group_names,
     optimizers_of,
     renamed_state,
     tensor_leaves,
 )
-from shardkit.state.optimizer_load import install, mismatches, other_classes, plan_state
+from shardkit.state.optimizer_load import check_names, install, plan_state
 
 logger = logging.getLogger("shardkit")
 
@@ -329,42 +325,36 @@ def _plan_optimizer(
     that installs it.
 
     Existing state of the same shape and dtype is filled in place. New state is placed as by
-    ``load_full_optimizer_state_dict``. Values are quantized where the optimizer has quantized
-    state, or would make it in its first step, if the saved state was quantized too. Local; changes
-    nothing.
+    ``load_full_optimizer_state_dict``. Local; changes nothing.
     """
     names, optimizers = parameter_names(model), optimizers_of(optimizer)
-    params = {fqn: param for param, fqn in names.items()}
 
     def own_name(name: str) -> str | None:
         new = rename(name, request.key_map)
         return None if new in elsewhere else new
 
-    found = renamed_state(by_name(dict(source.contents.optimizer or {}), list(params)), own_name)
-    own = [fqns for each in optimizers for fqns in group_names(each, names)]
-    problems = mismatches(own, found)
-    if not request.strict:
-        problems["missing"] = problems["unexpected"] = []
-    problems["of another class"] = other_classes(optimizers, own, found)
-    rule = "It must have the class, parameters and groups that were saved; nothing was changed"
+    saved = renamed_state(
+        by_name(dict(source.contents.optimizer or {}), [*names.values()]), own_name
+    )
     fix = (
         "Build it as before, with the same parameters frozen, or load the model without it, or "
         "pass strict=False to leave out parameters that only one side has"
     )
-    raise_listed(f"{request.where} (optimizer)", problems, rule, fix, CheckpointError)
-
-    kept = set(chain.from_iterable(own))
-    entries = {fqn: entry for fqn, entry in found["state"].items() if fqn in kept}
-    plan = plan_state(model, optimizers, entries, initialize=source.contents.quantized)
-    state: OptimizerState = {
-        "param_groups": read_values(source, found["param_groups"]),
-        "state": plan.state,
-    }
-    stored = tensor_leaves(entries, Stored)
-    targets = [(stored[path].key, target) for path, target in plan.targets.items()]
+    check_names(
+        optimizers,
+        names,
+        saved,
+        subject=f"{request.where} (optimizer)",
+        fix=fix,
+        strict=request.strict,
+        error=CheckpointError,
+    )
+    state, memory = plan_state(optimizers, names, saved["state"])
+    stored = tensor_leaves(saved["state"], Stored)
+    targets = [(stored[path].key, target) for path, target in memory.items()]
+    groups = read_values(source, saved["param_groups"])
 
     def finish() -> None:
-        plan.quantize()
-        install(optimizers, names, state, exact=True)
+        install(optimizers, names, {"state": state, "param_groups": groups}, exact=True)
 
     return targets, finish

@@ -48,7 +48,6 @@ class NativeCheckpoint(Safetensors):
             optimizer=optimizer,
             scheduler=state["scheduler"],
             trainable_only=state["trainable_only"],
-            quantized=state["quantized"],
             ties=state["ties"],
         )
 

@@ -49,9 +49,9 @@ from shardkit.ranks import Groups, groups_of, one_group, own_rank, sum_over_rank
 from shardkit.state.load import (
     IncompatibleKeys,
     KeyMap,
+    LoadMemory,
     LoadPlan,
     Request,
-    Room,
     live_state,
     plan_load,
 )
@@ -111,17 +111,17 @@ def load_pretrained(
     groups = groups_of(model)
     request = Request(os.fspath(path), strict, key_map)
     with together(groups, CheckpointError, call="load_pretrained") as poll:
-        source, plan, tensors, room = _plan_load(model, dtype, request)
+        source, plan, tensors, memory = _plan_load(model, dtype, request)
         read = {name: source.contents.model[file_name] for name, file_name in plan.copies.items()}
         poll.same = {
             "what is read": read,
             "missing and unexpected": plan.keys,
-            "the rest": room.digest,
+            "the rest": memory.digest,
         }
     with together(groups, CheckpointError):
-        source.read([(stored.key, room.of(tensors[name])) for name, stored in read.items()])
-        room.compute()
-    room.install()
+        source.read([(stored.key, memory.of(tensors[name])) for name, stored in read.items()])
+        memory.compute()
+    memory.install()
     if isinstance(source, HubFiles):
         setattr(unwrapped(model), USED, source.used)
     return plan.keys
@@ -129,9 +129,9 @@ def load_pretrained(
 
 def _plan_load(
     model: nn.Module, dtype: torch.dtype | None, request: Request
-) -> tuple[Safetensors | HubFiles, LoadPlan, Mapping[str, Tensor], Room]:
-    """Plan what to read into the model's own tensors, which may change their dtype, and make room
-    for it. Local.
+) -> tuple[Safetensors | HubFiles, LoadPlan, Mapping[str, Tensor], LoadMemory]:
+    """Plan what to read into the model's own tensors, which may change their dtype, into which
+    memory. Local.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"dtype must be a floating-point dtype, got {dtype}.")
@@ -151,8 +151,8 @@ def _plan_load(
     plan = plan_load(tensors, offered, request, dtypes)
     refuse_subclasses({name: tensors[name] for name in plan.copies})
     check_stored_ties(source, plan, tensors, request)
-    room = Room(model, tensors, {name: dtypes[name] for name in plan.copies})
-    return source, plan, tensors, room
+    memory = LoadMemory(model, tensors, {name: dtypes[name] for name in plan.copies})
+    return source, plan, tensors, memory
 
 
 # ---- saving --------------------------------------------------------------------------------------

@@ -51,12 +51,8 @@ from shardkit.ranks import (
 from shardkit.shards import device_of, is_first_replica, local_value, misplaced
 from shardkit.state.model import check_scales, first_names, model_state, trainable_state
 from shardkit.state.optimizer import (
-    CLASS,
-    is_quantized,
-    optimizers_of,
     sharded_optimizer_state_dict,
     tensor_leaves,
-    values_of,
     with_leaves,
 )
 from shardkit.state.optimizer_load import options_by_name
@@ -105,7 +101,7 @@ def save_checkpoint(
     Args:
         path: the directory of this one checkpoint, such as ``runs/step-100``.
         model: plain, or sharded by any ``fully_shard`` calls.
-        optimizer: one, or several of different parameters; quantized state is saved as its values.
+        optimizer: one, or several of different parameters.
         scheduler: anything with a ``state_dict()`` of plain data, such as torch's schedulers.
         extra: plain data and plain tensors, such as ``{"step": 100}``, which ``load_checkpoint``
             returns; each rank's own, such as the state of its data loader. A rank that gives None
@@ -148,9 +144,6 @@ def save_checkpoint(
         poll.same = {"path": str(place), "async_": async_, "overwrite": overwrite, "keep": keep}
         poll.same |= {"trainable_only": trainable_only, "optimizer": optimizer is not None}
         poll.same |= {"scheduler": snapshot.plain["scheduler"]}
-        poll.own = snapshot.plain["quantized"]
-    # torchao keeps shards plain that have no whole blocks
-    snapshot.plain["quantized"] = bool(poll.any)
     owners = _agree(snapshot, groups, ranks)
     with together(groups, CheckpointError):
         files, parts = plan_checkpoint(place, snapshot, owners)
@@ -182,11 +175,7 @@ def _collect(model: nn.Module, optimizer: Any, scheduler: Any, trainable_only: b
     first = first_names(state.tensors)
     named = None
     if optimizer is not None:
-        optimizers = optimizers_of(optimizer)
-        named = sharded_optimizer_state_dict(model, optimizers)
-        classes = [type(each).__name__ for each in optimizers for _ in each.param_groups]
-        for group, name in zip(named["param_groups"], classes, strict=True):
-            group[CLASS] = name
+        named = sharded_optimizer_state_dict(model, optimizer)
         if trainable_only:
             for name, tensor in whole.tensors.items():
                 if not tensor.requires_grad:
@@ -206,16 +195,11 @@ def _collect(model: nn.Module, optimizer: Any, scheduler: Any, trainable_only: b
 def make_snapshot(model: Mapping[str, Tensor], optimizer: dict[str, Any] | None) -> Snapshot:
     """Return the tensors by their keys, and their stand-ins. Local."""
     tensors = {f"model/{name}": tensor for name, tensor in model.items()}
-    is_any_quantized = False
     for path, tensor in tensor_leaves(optimizer).items():
-        if is_quantized(tensor):
-            is_any_quantized = True
-            tensor = values_of(tensor, tensor.dtype, "cpu")
         tensors[optimizer_key(path)] = tensor.detach()
     plain = {
         "model": {name: _stand_in(tensor) for name, tensor in model.items()},
         "optimizer": with_leaves(optimizer, lambda _, tensor: _stand_in(tensor)),
-        "quantized": is_any_quantized,
     }
     return Snapshot(tensors, plain)
 

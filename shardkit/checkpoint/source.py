@@ -57,7 +57,6 @@ class Contents:
     optimizer: dict[str, Any] | None = None
     scheduler: Any = None  # its state dict
     trainable_only: bool = False  # whether frozen parameters were left out
-    quantized: bool = False  # whether optimizer state was quantized, and is stored as its values
     # other names of tied tensors, each with the stored one
     ties: dict[str, str] = field(default_factory=dict)
 
@@ -133,9 +132,10 @@ def refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
             unfit.append(f"{name} ({kind.__name__})")
     if unfit:
         raise CheckpointError(
-            f"tensors cannot be of a subclass: {listing(unfit)}. Of subclasses, float8 training "
-            "weights and quantized optimizer state are saved, as their values. Save with "
-            "trainable_only=True, and quantize the base again from its own files."
+            f"tensors cannot be of a subclass: {listing(unfit)}. Of subclasses, only float8 "
+            "training weights are saved. Save with trainable_only=True, and quantize the base again "
+            "from its own files; save quantized state of an optimizer by torch.save of each rank's "
+            "state_dict()."
         )
 
 

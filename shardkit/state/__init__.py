@@ -12,6 +12,3 @@ from shardkit.state.optimizer import sharded_optimizer_state_dict as sharded_opt
 from shardkit.state.optimizer_load import (
     load_full_optimizer_state_dict as load_full_optimizer_state_dict,
 )
-from shardkit.state.optimizer_load import (
-    load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
-)

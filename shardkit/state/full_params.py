@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _fsdp
 from shardkit._fsdp.states import without_hooks
-from shardkit.boxes import EACH_ALONE, Move, gather, model_group, scatter
+from shardkit.boxes import EACH_ALONE, Move, gather, model_group, refuse_quantized, scatter
 from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import groups_of, together
 from shardkit.runtime.stepping import check_awake
@@ -116,6 +116,7 @@ def _gathered(
             names[param] = name
     check_awake(names)
     refuse_meta((name, param) for param, name in names.items())
+    refuse_quantized((name, param) for param, name in names.items())
     return names, {param: param.grad for param in names if with_grads and param.grad is not None}
 
 

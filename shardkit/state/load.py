@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -20,11 +18,11 @@ from shardkit._torch import is_wrapper, local_tensor
 from shardkit.boxes import EACH_ALONE, Move, model_group, scatter, share
 from shardkit.errors import CheckpointError, ShardkitError, listing
 from shardkit.meta.materialize import (
+    Target,
     check_unbound,
     find_targets,
     forget,
     install,
-    is_on_meta,
     prepare,
     target_device,
 )
@@ -89,68 +87,43 @@ def load_full_state_dict(
     groups = load_groups(model, src)
     fix = "Pass strict=False to ignore names that only one side has"
     request = Request("state_dict", strict, clean_name, _converts, fix, ShardkitError)
+    # 1. The rank that has the dict tells the others what is in it.
     with together(groups, call="load_full_state_dict") as poll:
         poll.same = {"src": src, "strict": strict, "assign": assign}
         state = live_state(model)
         ranks = model_group(state.tensors.values()) if src == "rank0" else EACH_ALONE
-        given = _checked(state_dict) if ranks.is_root else {}
-        tensors = {
-            name: value
-            for name, value in given.items()
-            if isinstance(value, Tensor) and not is_extra(name)
-        }
-        offered: dict[str, Any] = {
-            **given,
-            **{n: Spec(value.dtype, value.shape) for n, value in tensors.items()},
-        }
-        if src == "all":
-            plan, room, moves = _planned(model, state, given, offered, request, assign)
-        packed = pickle.dumps(offered) if src == "rank0" and ranks.is_root else b""
-        poll.own = len(packed)
-    if src == "rank0":
-        offered = pickle.loads(share(packed, poll.any, ranks))
-        with together(groups):
-            plan, room, moves = _planned(model, state, given, offered, request, assign)
+        given = state_dict if ranks.is_root else {}
+        described = _described(given)
+    described = share(described, ranks)
+    # 2. Each rank matches that with its model, and allocates what is new.
+    with together(groups):
+        wanted = {name: state.tensors.get(name) for name in state.order}
+        plan = plan_load(wanted, described, request)
+        dtypes = {}
+        for name, source in plan.copies.items():
+            if name in state.tensors:
+                dtypes[name] = described[source].dtype if assign else state.tensors[name].dtype
+        if given:
+            check_ties(
+                plan, lambda name, a, b: _are_equal(given[a], given[b], dtypes[name]), request
+            )
+        memory = LoadMemory(model, state.tensors, dtypes)
+        memory.compute()
+    # 3. The values travel, and new memory gets into the model.
+    moves = []
+    for name in dtypes:
+        source = plan.copies[name]
+        target = memory.of(state.tensors[name])
+        moves.append(Move(target, given.get(source), described[source].dtype))
     scatter(moves, ranks)
-    room.install()
-    if extra := [(name, source) for name, source in plan.copies.items() if name in state.others]:
-        modules: dict[str, Any] = {
-            clean_name(name): each for name, each in model.named_modules(remove_duplicate=False)
-        }
-        for name, source in extra:
-            modules[name.rpartition(".")[0]].set_extra_state(offered[source])
+    memory.install()
+    modules: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        modules[clean_name(path)] = module
+    for name, source in plan.copies.items():
+        if name in state.others:
+            modules[name.rpartition(".")[0]].set_extra_state(described[source])
     return plan.keys
-
-
-def _planned(
-    model: nn.Module,
-    state: ModelState,
-    given: Mapping[str, Any],
-    offered: Mapping[str, Any],
-    request: Request,
-    assign: bool,
-) -> tuple[LoadPlan, Room, list[Move]]:
-    """Return what fits of the dict, the memory to write to, and what is written, given this rank's
-    tensors. Local.
-    """
-    plan = plan_load({name: state.tensors.get(name) for name in state.order}, offered, request)
-    sources = {name: source for name, source in plan.copies.items() if name in state.tensors}
-    dtypes = {
-        name: offered[s].dtype if assign else state.tensors[name].dtype
-        for name, s in sources.items()
-    }
-    if given:
-        check_ties(plan, lambda name, a, b: _are_equal(given[a], given[b], dtypes[name]), request)
-    room = Room(model, state.tensors, dtypes)
-    room.compute()
-    return (
-        plan,
-        room,
-        [
-            Move(room.of(state.tensors[n]), given.get(s), offered[s].dtype)
-            for n, s in sources.items()
-        ],
-    )
 
 
 def load_groups(model: nn.Module, src: Source) -> Groups:
@@ -161,8 +134,9 @@ def load_groups(model: nn.Module, src: Source) -> Groups:
         raise ShardkitError(
             f'src must be "rank0" or "all", got {src!r}. Pass src="all" if every rank has the dict.'
         )
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    return groups_of(model) or [None] * (src == "rank0" and several)
+    groups = groups_of(model)
+    is_world = src == "rank0" and dist.is_initialized() and dist.get_world_size() > 1
+    return [None] if is_world and not groups else groups
 
 
 def _converts(have: torch.dtype, want: torch.dtype) -> bool:
@@ -173,16 +147,24 @@ def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     return one is other or same_values(one.to(dtype), other.to(one.device, dtype))
 
 
-def _checked(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the dict; raise unless it holds full tensors with values."""
-    if sharded := [name for name, value in state_dict.items() if isinstance(value, DTensor)]:
+def _described(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict with a :class:`Spec` for each tensor; raise unless it has full tensors with
+    values.
+    """
+    described, sharded = {}, []
+    for name, value in state_dict.items():
+        is_tensor = isinstance(value, Tensor) and not is_extra(name)
+        described[name] = Spec(value.dtype, value.shape) if is_tensor else value
+        if isinstance(value, DTensor):
+            sharded.append(name)
+    if sharded:
         raise ShardkitError(
             f"state_dict has a DTensor at {listing(sharded)}. load_full_state_dict takes full, "
             "plain tensors. Pass full_state_dict(model), or load sharded tensors with "
             "model.load_state_dict."
         )
     refuse_meta((name, value) for name, value in state_dict.items() if isinstance(value, Tensor))
-    return state_dict
+    return described
 
 
 # ---- what fits: names are paired, and everything that does not fit is reported, before anything is
@@ -256,21 +238,31 @@ def plan_load(
         request: how both may differ.
         dtypes: dtypes that tensors are loaded as, instead of their own.
     """
-    renamed = [(rename(name, request.key_map), name) for name in offered]
-    sources = {new: name for new, name in reversed(renamed) if new is not None}
+    sources: dict[str, str] = {}  # the offered name for each of the model's
+    unexpected, twice = [], []
+    for source in offered:
+        name = rename(source, request.key_map)
+        if name is None:
+            continue
+        if name in sources:
+            twice.append(name)
+        sources.setdefault(name, source)
+        if name not in wanted:
+            unexpected.append(source)
     firsts = first_names(
         {name: value for name, value in wanted.items() if isinstance(value, Tensor)}
     )
     copies: dict[str, str] = {}
     ties, misfits = [], []
-    for name in (name for name in wanted if name in sources):
-        first, source = firsts.get(name, name), sources[name]
+    for name, like in wanted.items():
+        if name not in sources:
+            continue
+        source, first = sources[name], firsts.get(name, name)
         if copies.setdefault(first, source) != source:
             ties.append((first, name, source))
-        like, have = wanted[name], offered[source]
         if not isinstance(like, Tensor):
             continue
-        dtype = (dtypes or {}).get(first, like.dtype)
+        have, dtype = offered[source], (dtypes or {}).get(first, like.dtype)
         if not isinstance(have, Spec):
             misfits.append(f"{name} ({type(have).__name__}, not a tensor)")
         elif have.shape != like.shape:
@@ -278,14 +270,9 @@ def plan_load(
         elif not request.converts(have.dtype, dtype):
             misfits.append(f"{name} ({have.dtype}, the model has {dtype})")
     missing = [name for name in wanted if firsts.get(name, name) not in copies]
-    unexpected = [name for new, name in renamed if new is not None and new not in wanted]
-    counts = Counter(new for new, _ in renamed if new is not None)
-    problems = {
-        "mapped to twice": [f"{new} ({count} times)" for new, count in counts.items() if count > 1],
-        "of a different shape or dtype": misfits,
-        "missing": missing if request.strict else [],
-        "unexpected": unexpected if request.strict else [],
-    }
+    problems = {"mapped to twice": twice, "of a different shape or dtype": misfits}
+    if request.strict:
+        problems |= {"missing": missing, "unexpected": unexpected}
     rule = "Names, shapes and dtypes must match; nothing was changed"
     raise_listed(request.where, problems, rule, request.fix, request.error)
     return LoadPlan(copies, ties, IncompatibleKeys(missing, unexpected))
@@ -314,13 +301,13 @@ def check_ties(
     """Compare the values that are offered for one tensor; a difference is an error, if strict, or a
     warning. Local.
     """
-    ties = [(f"{name} differs from {first}", first, source) for first, name, source in plan.ties]
-    differ = [
-        text for text, first, source in ties if not are_equal(first, plan.copies[first], source)
-    ]
-    if differ:
+    differing = []
+    for first, name, source in plan.ties:
+        if not are_equal(first, plan.copies[first], source):
+            differing.append(f"{name} differs from {first}")
+    if differing:
         text = (
-            f"{request.where}: {'; '.join(differ)}. They are one tied tensor in the model, which "
+            f"{request.where}: {'; '.join(differing)}. They are one tied tensor in the model, which "
             "has one value. Untie them (config.tie_word_embeddings=False), leave one out, or pass "
             "strict=False to take the first."
         )
@@ -331,9 +318,10 @@ def check_ties(
 
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal, NaN being equal to itself. Local."""
-    return torch.equal(one, other) or torch.equal(
-        *(each.contiguous().flatten().view(torch.uint8) for each in (one, other))
-    )
+    if torch.equal(one, other):
+        return True
+    ones, others = one.contiguous().view(-1), other.contiguous().view(-1)
+    return torch.equal(ones.view(torch.uint8), others.view(torch.uint8))
 
 
 def rename(name: str, key_map: KeyMap | None) -> str | None:
@@ -359,11 +347,10 @@ def live_state(model: nn.Module) -> ModelState:
     Local.
     """
     state = writable(model_state(model))
-    live = {
-        id(each)
-        for module in model.modules()
-        for each in (*module._parameters.values(), *module._buffers.values())
-    }
+    live = set()
+    for module in model.modules():
+        live.update(map(id, module._parameters.values()))
+        live.update(map(id, module._buffers.values()))
     made = [name for name, tensor in state.tensors.items() if id(tensor) not in live]
     made += [name for name in state.others if not is_extra(name)]
     if made:
@@ -385,7 +372,7 @@ def writable(state: ModelState) -> ModelState:
     return state
 
 
-class Room:
+class LoadMemory:
     """The memory that a load writes to, for the tensors in ``dtypes``. Local.
 
     A tensor that is on meta, or changes its dtype, gets new memory; others are written in place.
@@ -397,33 +384,31 @@ class Room:
     def __init__(
         self, model: nn.Module, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        given = {id(tensors[name]): dtype for name, dtype in dtypes.items()}
-        new = {
-            id(t) for n, dtype in dtypes.items() if is_on_meta(t := tensors[n]) or t.dtype != dtype
-        }
         self._model = model
-        others = [target for target in find_targets(model) if id(target.tensor) not in given]
-        self._others = others
-        self._player = prepare(model, others) if others else None
+        loaded = {id(tensors[name]) for name in dtypes}
+        self._others = [target for target in find_targets(model) if id(target.tensor) not in loaded]
+        self._player = prepare(model, self._others) if self._others else None
         # Of the construction's values, equal on all ranks.
         self.digest = None if self._player is None else self._player.digests()
-        self._targets = find_targets(model, lambda tensor: id(tensor) in new) if new else []
-        self._targets = [target for target in self._targets if id(target.tensor) in new]
-        check_unbound(self._targets)
-        device_of = target_device(model) if new else None
-        for target in self._targets:
-            home = (
-                device_of(target.tensor)
-                if device_of and is_on_meta(target.tensor)
-                else target.tensor.device
-            )
-            target.value = unwritten(target.tensor, given[id(target.tensor)], home)
-        self._new = {id(target.tensor): target.value for target in self._targets}
+        new: dict[int, torch.dtype] = {}
+        for name, dtype in dtypes.items():
+            if tensors[name].is_meta or tensors[name].dtype != dtype:
+                new[id(tensors[name])] = dtype
+        self._new: dict[int, Target] = {}
+        for target in find_targets(model, lambda tensor: id(tensor) in new) if new else ():
+            if id(target.tensor) in new:  # not other meta tensors, which are found too
+                self._new[id(target.tensor)] = target
+        check_unbound([*self._new.values()])
+        home_of = target_device(model) if new else None
+        for key, target in self._new.items():
+            tensor = target.tensor
+            home = home_of(tensor) if home_of and tensor.is_meta else tensor.device
+            target.value = unwritten(tensor, new[key], home)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the tensor to write to for one of the model's."""
-        new = self._new.get(id(tensor))
-        return tensor if new is None else new
+        target = self._new.get(id(tensor))
+        return tensor if target is None or target.value is None else target.value
 
     def compute(self) -> None:
         """Compute the values that the load does not write. Local; the model is unchanged."""
@@ -432,7 +417,8 @@ class Room:
 
     def install(self) -> None:
         """Put new memory under the model's tensor objects. Local."""
-        if targets := [*self._targets, *self._others]:
+        targets = [*self._new.values(), *self._others]
+        if targets:
             install(self._model, targets)
             forget(self._model)
 

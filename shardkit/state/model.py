@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
-from shardkit.boxes import gather, model_group
+from shardkit.boxes import gather, model_group, refuse_quantized
 from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import Poll, check_module, groups_of, together
 
@@ -191,8 +191,7 @@ def full_state_dict(
             that is smaller.
 
     Raises:
-        ShardkitError: on every rank, if a tensor is on the meta device, or a quantized weight lacks
-            its scales.
+        ShardkitError: on every rank, if a tensor is on the meta device, or is quantized.
 
     Examples:
         >>> state = full_state_dict(model, dtype=torch.bfloat16)
@@ -223,6 +222,7 @@ def checked_state(model: nn.Module, poll: Poll, **same: object) -> ModelState:
         "sharded tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in sharded.items()},
     }
     refuse_meta(state.tensors.items())
+    refuse_quantized(state.tensors.items())
     check_scales(model, state)
     return state
 

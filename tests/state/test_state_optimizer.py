@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -23,14 +24,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from trees import assert_same
 
+from shardkit.checkpoint import save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.optim import step_on_local_shards
+from shardkit.shards import local_value
 from shardkit.state import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
     load_full_state_dict,
-    load_sharded_optimizer_state_dict,
     sharded_optimizer_state_dict,
 )
 from shardkit.testing import distributed
@@ -67,33 +69,6 @@ class RowSums(Optimizer):
                     param.add_(param.grad, alpha=-scale)
 
 
-class Beside(Optimizer):
-    """State beside that of parameters: under a name, and in an entry of its own of
-    the state dict.
-    """
-
-    def __init__(self, groups: list[dict]) -> None:
-        super().__init__(groups, {"lr": 0.01})
-        self.state["k"], self.total = torch.zeros(1), 0
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.state["k"].add_(1)
-        self.total += 1
-        for group in self.param_groups:
-            for param in (param for param in group["params"] if param.grad is not None):
-                param.add_(
-                    param.grad, alpha=-group["lr"] * self.state["k"].item() / (self.total + 1)
-                )
-
-    def state_dict(self) -> dict:
-        return {**super().state_dict(), "total": self.total}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        self.total = state_dict["total"]
-
-
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -107,7 +82,6 @@ OPTIMIZERS: dict[str, Callable[[list[dict]], Optimizer]] = {
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
     "row_sums": lambda groups: RowSums(groups),
-    "beside": lambda groups: Beside(groups),
     "local_adamw": lambda groups: step_on_local_shards(torch.optim.AdamW(groups, lr=0.01)),
 }
 
@@ -129,12 +103,13 @@ def test_training_goes_on_to_the_bit_in_a_fresh_model_and_optimizer(name):
     torch.manual_seed(5)
     model = fsdp(Net())
     optimizer = make(two_groups(model))
-    groups = [group["lr"] for group in optimizer.param_groups]
+    lrs = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(9.0) if isinstance(group["lr"], Tensor) else 9.0
     load_full_state_dict(model, state)
     load_full_optimizer_state_dict(model, optimizer, full)
-    assert [group["lr"] for group in optimizer.param_groups] == groups
+    lrs[1] = 9.0  # of the group without parameters
+    assert [group["lr"] for group in optimizer.param_groups] == lrs
     assert_same(full, before)
     assert train(model, optimizer, range(2, 4)) == expected
 
@@ -244,16 +219,45 @@ def test_after_a_forward_the_optimizers_parameters_are_still_known():
 
 
 @distributed(world_size=2, backend="gloo")
-def test_sharded_state_goes_from_one_optimizer_to_another():
+def test_sharded_state_is_the_optimizers_own():
     model = fsdp(seeded(Net))
-    used, fresh = (OPTIMIZERS["adamw"](two_groups(model)) for _ in range(2))
-    train(model, used, range(2))
-    sharded = sharded_optimizer_state_dict(model, used)
-    assert sharded["state"]["gain"]["exp_avg"] is used.state[model.gain]["exp_avg"]
+    optimizer = OPTIMIZERS["adamw"](two_groups(model))
+    train(model, optimizer, range(1))
+    sharded = sharded_optimizer_state_dict(model, optimizer)
+    assert sharded["state"]["gain"]["exp_avg"] is optimizer.state[model.gain]["exp_avg"]
     assert isinstance(sharded["state"]["gain"]["exp_avg"], DTensor)
-    load_sharded_optimizer_state_dict(model, fresh, sharded)
-    full = full_optimizer_state_dict(model, used, rank0_only=False)
-    assert_same(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
+
+
+def test_state_of_no_parameter_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state["k"] = torch.zeros(1)  # as MADGRAD counts steps
+    with pytest.raises(ShardkitError, match="SGD has 'k' in its state_dict"):
+        full_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ShardkitError, match="SGD has 'k' in its state_dict"):
+        save_checkpoint("not written", model, optimizer)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_quantized_state_is_refused_and_each_ranks_own_state_dict_resumes(tmp_path):
+    """Of this weight the second rank alone has whole blocks, and so quantized state."""
+    torchao = pytest.importorskip("torchao.optim", reason="quantized state")
+    model = fully_shard(nn.Linear(192, 129), mesh=mesh_of((2,)))
+    optimizer, resumed = (torchao.AdamW8bit(model.parameters()) for _ in range(2))
+    model(torch.ones(2, 192)).sum().backward()
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    for refused in (full_optimizer_state_dict, partial(save_checkpoint, tmp_path / "c")):
+        with pytest.raises(ShardkitError, match="OptimState8bit"):
+            refused(model, optimizer)
+    path = tmp_path / f"optimizer_{dist.get_rank()}.pt"
+    torch.save(optimizer.state_dict(), path)
+    resumed.load_state_dict(torch.load(path))
+    found, expected = (local_value(o.state[model.weight]["exp_avg"]) for o in (resumed, optimizer))
+    if dist.get_rank() == 1:
+        assert torch.equal(found.scale, expected.scale)
+        found, expected = found.codes, expected.codes
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("first", [0, 1])
