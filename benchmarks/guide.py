@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.models import SHAPES, Llama, Shape, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
-from shardkit.memory.budget import Search, limit_of
+from shardkit.memory.budget import limit_of, weigh
 from shardkit.memory.estimate import Step, estimates, with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes
 from shardkit.memory.trace import AFTER_FORWARD, FORWARD, START, Trace, trace
@@ -115,9 +115,7 @@ def on_ranks(measured: Step, ranks: int) -> Step:
 def answers(size: str, measured: Step) -> Iterator[list[str]]:
     """What to use on each number of ranks."""
     for ranks in RANKS:
-        search = Search(on_ranks(measured, ranks), ADAMW, limit_of(BUDGET, reserve=0))
-        search.run()
-        best = search.weighed[-1]
+        best = weigh(on_ranks(measured, ranks), ADAMW, limit_of(BUDGET, reserve=0))[-1]
         yield [
             size,
             str(ranks),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardkit.errors import PlanError
-from shardkit.memory.estimate import Step, changed, resharded, with_checkpoints
+from shardkit.memory.estimate import Step, changed, resharded
 from shardkit.memory.timeline import OptimizerBytes, Prediction
 from shardkit.memory.trace import Loss
 from shardkit.plan import ShardingPlan
@@ -40,15 +40,12 @@ class BudgetPlan(Prediction):
             f"{nbytes(self.limit - peak)} free"
         )
         rows = [["plan", "peak", ""]]
-        for each in self.weighed:
-            verdict = "" if each.peak.total <= self.limit else "does not fit"
-            rows.append(
-                [
-                    each.name,
-                    nbytes(each.peak.total),
-                    "chosen" if each is self.weighed[-1] else verdict,
-                ]
-            )
+        for candidate in self.weighed:
+            size = candidate.peak.total
+            verdict = "" if size <= self.limit else "does not fit"
+            if candidate is self.weighed[-1]:
+                verdict = "chosen"
+            rows.append([candidate.name, nbytes(size), verdict])
         footer = "The reserve is for what is not counted: fragmentation, NCCL, the CUDA context."
         return "\n".join([answer, "", *aligned(rows, left={0, 2}), "", footer])
 
@@ -80,8 +77,8 @@ def plan_for_budget(
         reserve: the part of the budget that is left for what is not counted: the allocator's
             fragmentation, NCCL's workspace, CUDA's context. 0 lets the plan use all of it.
         loss, optimizer: as for :func:`shardkit.memory.estimate`.
-        micro_batches: of a step with ``shardkit.accumulate``, which gathers units that stay
-            unsharded once for all.
+        micro_batches: of a step with ``shardkit.accumulate``, which all-gathers units that
+            stay unsharded once for all.
 
     Raises:
         PlanError: nothing fits; the error says how much is missing.
@@ -92,12 +89,11 @@ def plan_for_budget(
             "batch must be given, got None. Activations depend on it. Pass one rank's micro-batch "
             "as the model takes it."
         )
-    return choose(
-        Step(model, plan, batch, loss, micro_batches), OptimizerBytes.of(optimizer), limit
-    )
+    step = Step(model, plan, batch, loss, micro_batches)
+    return choose(step, OptimizerBytes.of(optimizer), limit)
 
 
-def limit_of(budget: int | str, reserve: float) -> int:
+def limit_of(budget: int | str, reserve: float = 0.1) -> int:
     """Return the bytes of a budget, a number or such as ``"70GiB"`` or ``"80 GB"``, without the
     reserve.
     """
@@ -107,26 +103,16 @@ def limit_of(budget: int | str, reserve: float) -> int:
             f'budget must be bytes, or a string such as "70GiB" or "80 GB", got {budget!r}. '
             'Pass, for example, budget="70GiB".'
         )
-    if not 0 <= reserve < 1:
-        raise PlanError(
-            f"reserve must be a part of the budget from 0 to 1, got {reserve!r}. "
-            "Pass, for example, reserve=0.1."
-        )
     return int(float(match[1]) * _UNITS[match[2].upper()] * (1 - reserve))
 
 
 def choose(step: Step, optimizer: OptimizerBytes, limit: int) -> BudgetPlan:
-    """Return the first candidate that fits, with what is left spent; raise a PlanError if none
-    does.
-    """
-    search = Search(step, optimizer, limit)
-    search.run()
-    last = search.weighed[-1]
+    """Return the candidate that costs least among those that fit; PlanError if none does."""
+    weighed = weigh(step, optimizer, limit)
+    last = weighed[-1]
     if last.peak.total <= limit:
-        return BudgetPlan(
-            last.name, last.plan, last.timeline, last.host, tuple(search.weighed), limit
-        )
-    least = min(search.weighed, key=lambda candidate: candidate.peak.total)
+        return BudgetPlan(last.name, last.plan, last.timeline, last.host, tuple(weighed), limit)
+    least = min(weighed, key=lambda candidate: candidate.peak.total)
     peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - limit)
     raise PlanError(
         f"budget of {nbytes(limit)} without the reserve is too little: {least.name} still peaks at "
@@ -135,70 +121,79 @@ def choose(step: Step, optimizer: OptimizerBytes, limit: int) -> BudgetPlan:
     )
 
 
-class Search:
-    """Weighs plans of the same units; each is one arithmetic pass over traces measured once."""
-
-    def __init__(self, step: Step, optimizer: OptimizerBytes, limit: int) -> None:
-        self.step, self.optimizer, self.limit = step, optimizer, limit
-        self.weighed: list[Prediction] = []  # in the order of what they cost
-
-    def run(self) -> None:
-        """Weigh plans up to the first that fits, and what is left to spend there."""
-        blocks = self.step.blocks
-        sharded = resharded(self.step.plan)
-        has_units_inside = any(unit_inside(sharded, unit) for unit in sharded.units if unit.blocks)
-        offloaded = changed(sharded, offload_policy=CPUOffloadPolicy())
-        for plan, start in ((sharded, "everything sharded"), (offloaded, "offloaded to the CPU")):
-            if self._weigh(start, plan):
-                self._keep_unsharded(start, plan)
-                return
-            # The fewest blocks that are enough, or all.
-            for policy, how in (("selective", "selectively"), (True, "in full")):
-                if not blocks or (policy == "selective" and has_units_inside):
-                    continue
-
-                def first_blocks(
-                    number: int, plan: ShardingPlan = plan, policy: Any = policy
-                ) -> ShardingPlan:
-                    return with_checkpoints(plan, dict.fromkeys(blocks[:number], policy))
-
-                number = 1 + _most(len(blocks) - 1, lambda n: not self._fits(first_blocks(n)))
-                plan = first_blocks(number)
-                name = f"{start}, {number} of {len(blocks)} blocks checkpointed {how}"
-                if policy is True and number < len(blocks) and not has_units_inside:
-                    name += ", the others selectively"
-                if self._weigh(name, plan):
-                    self._keep_unsharded(name, plan)
-                    return
-
-    def _weigh(self, name: str, plan: ShardingPlan) -> bool:
-        """Add a candidate; return whether it fits."""
-        name = name.removeprefix("everything sharded, ")  # say what differs from that
-        self.weighed.append(self.step.predict(name, plan, self.optimizer))
-        return self.weighed[-1].peak.total <= self.limit
-
-    def _fits(self, plan: ShardingPlan) -> bool:
-        return self.step.predict("", plan, self.optimizer).peak.total <= self.limit
-
-    def _keep_unsharded(self, name: str, plan: ShardingPlan) -> None:
-        """Spend the memory that is left on saving all-gathers: the last units stay unsharded."""
-        names = [
-            unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False
-        ]
-        if plan.mesh.shard_size == 1 and not any(unit.offloads for unit in plan.units):
-            return  # nothing is gathered
-
-        def last_units(number: int) -> ShardingPlan:
-            return changed(plan, names[len(names) - number :], reshard_after_forward=False)
-
-        number = _most(len(names), lambda n: self._fits(last_units(n)))
-        if number:
-            name += f", {number} of {len(names)} units kept unsharded"
-            self._weigh(name, last_units(number))
+Fits: TypeAlias = Callable[[ShardingPlan], bool]
 
 
-def _most(highest: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number up to ``highest`` for which it holds, else 0; it holds for all
-    below that.
+def weigh(step: Step, optimizer: OptimizerBytes, limit: int) -> list[Prediction]:
+    """Predict candidates, those that cost least first, until one fits, which is the last one.
+
+    Each takes one pass of arithmetic over traces that are measured once.
     """
-    return bisect_left(range(1, highest + 1), True, key=lambda number: not holds(number))
+
+    def fits(plan: ShardingPlan) -> bool:
+        return step.predict("", plan, optimizer).peak.total <= limit
+
+    weighed = []
+    for changes, plan in _candidates(step, fits):
+        name = ", ".join(changes) or "everything sharded"
+        weighed.append(step.predict(name, plan, optimizer))
+        if weighed[-1].peak.total <= limit:
+            # What is left of the budget saves all-gathers.
+            kept, plan = _keep_unsharded(plan, fits)
+            if kept:
+                weighed.append(step.predict(", ".join([*changes, kept]), plan, optimizer))
+            break
+    return weighed
+
+
+def _candidates(step: Step, fits: Fits) -> Iterator[tuple[list[str], ShardingPlan]]:
+    """Yield what each plan changes, and the plan. Of each policy of checkpointing there is one:
+    with the fewest blocks that fit, or with all.
+    """
+    blocks = step.blocks
+    sharded = resharded(step.plan)
+    offloaded = changed(sharded, offload_policy=CPUOffloadPolicy())
+    policies: list[tuple[str | bool, str]] = [(True, "in full")]
+    selects = not any(unit_inside(sharded, unit) for unit in sharded.units if unit.blocks)
+    if selects:
+        policies.insert(0, ("selective", "selectively"))
+    starts: list[tuple[list[str], ShardingPlan]] = [([], sharded)]
+    starts.append((["offloaded to the CPU"], offloaded))
+    for changes, plan in starts:
+        yield changes, plan
+        for policy, how in policies if blocks else []:
+            count = _fewest_blocks(plan, blocks, policy, fits)
+            plan = changed(plan, blocks[:count], checkpoint_activations=policy)
+            change = f"{count} of {len(blocks)} blocks checkpointed {how}"
+            if policy is True and selects and count < len(blocks):
+                change += ", the others selectively"
+            yield [*changes, change], plan
+
+
+def _fewest_blocks(plan: ShardingPlan, blocks: list[str], policy: str | bool, fits: Fits) -> int:
+    """Return how many blocks, the first ones, must be checkpointed for the plan to fit, or all."""
+
+    def fits_with(count: int) -> bool:
+        return fits(changed(plan, blocks[:count], checkpoint_activations=policy))
+
+    return 1 + bisect_left(range(1, len(blocks)), True, key=fits_with)
+
+
+def _keep_unsharded(plan: ShardingPlan, fits: Fits) -> tuple[str, ShardingPlan]:
+    """Keep as many units unsharded after forward as fit, the last ones; say how many."""
+    if plan.mesh.shard_size == 1 and not any(unit.offloads for unit in plan.units):
+        return "", plan  # nothing is sharded
+    names = []
+    for unit in plan.execution_order():
+        if unit.reshard_after_forward is not False:
+            names.append(unit.name)
+
+    def with_kept(count: int) -> ShardingPlan:
+        return changed(plan, names[len(names) - count :], reshard_after_forward=False)
+
+    def exceeds(count: int) -> bool:
+        return not fits(with_kept(count))
+
+    count = bisect_left(range(1, len(names) + 1), True, key=exceeds)
+    what = f"{count} of {len(names)} units kept unsharded" if count else ""
+    return what, with_kept(count)

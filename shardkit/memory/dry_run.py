@@ -1,11 +1,11 @@
 """Run one forward on fake tensors, and find what FSDP2 would do wrongly: parameters that are used
-while their unit is not gathered, and inputs that a unit changes for others.
+while their unit is not unsharded, and inputs that a unit changes for others.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,20 +39,24 @@ def plan_checked(
     plan = build()
     uses = dry_run(tree.root.module, plan, batch)
     while uses.wrong:
-        wrong = {name for units in uses.wrong.values() for name in units}
-        modules = {tree.node(fqn) for u in plan.units if u.name in wrong for fqn in u.modules}
         problems = []
         for reason, units in uses.wrong.items():
-            first = dict.fromkeys(next(iter(details)) for details in units.values())
-            notes.append(f"{listing(units, 4)}: not a unit, because {reason}: {listing(first, 4)}")
             for name, details in units.items():
                 problems.append(
                     f"{name} cannot be a unit, because {reason}: {listing(details)}. Leave {name} "
                     "out of units=, so that an outer unit gathers it, or change the forward."
                 )
-        if not by_default or all(node.is_no_unit for node in modules):
+            first_details = dict.fromkeys(next(iter(details)) for details in units.values())
+            first = listing(first_details, 4)
+            notes.append(f"{listing(units, 4)}: not a unit, because {reason}: {first}")
+        wrong = {name for units in uses.wrong.values() for name in units}
+        nodes = []
+        for unit in plan.units:
+            if unit.name in wrong:
+                nodes += [tree.node(fqn) for fqn in unit.modules]
+        if not by_default or all(node.is_no_unit for node in nodes):
             raise PlanError("\n".join(problems))
-        for node in modules:
+        for node in nodes:
             node.is_no_unit = True
         plan = build()
         uses = dry_run(tree.root.module, plan, batch)
@@ -85,24 +89,25 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
     """Run ``model`` on fake tensors, in the dtypes that ``plan`` computes in; PlanError if that
     fails.
     """
-    unit_of = {fqn: unit.name for unit in plan.units for fqn in unit.params}
     fix = (
         "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) "
         "suits any forward"
     )
-    # a function that holds one may still pass it to operators
-    real = list(model.named_parameters())
+    unit_of = {}
+    for unit in plan.units:
+        unit_of.update(dict.fromkeys(unit.params, unit.name))
+    real = dict(model.named_parameters())
     with on_fake_tensors(model, plan, batch, "example_batch", fix) as (args, kwargs):
         uses = Uses()
-        for fqn, param in (*real, *model.named_parameters()):
-            if fqn in unit_of:
-                uses.owned[id(param)] = fqn, unit_of[fqn]
-        for fqn, param in model.named_parameters():
-            if fqn in unit_of:
-                uses.storages[id(param.untyped_storage())] = fqn
+        fakes = dict(model.named_parameters())
+        for fqn, unit_name in unit_of.items():
+            # A function that holds the real parameter may still pass it to operators.
+            for param in (real[fqn], fakes[fqn]):
+                uses.owned[id(param)] = fqn, unit_name
+            uses.storages[id(fakes[fqn].untyped_storage())] = fqn
         for unit in plan.units:
             uses.watch(unit, [model.get_submodule(fqn) for fqn in unit.modules])
-        for path in plan.forward_methods:  # each gathers its unit
+        for path in plan.forward_methods:  # each unshards its unit
             fqn, _, name = path.rpartition(".")
             owner, method = model.get_submodule(fqn), nn.Module()
             method.forward = getattr(owner, name)
@@ -113,16 +118,16 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
     return uses
 
 
-def _containers(tree: Any) -> Iterator[Any]:
-    """Yield the lists and dicts in an argument."""
-    if isinstance(tree, (list, dict)):
-        yield tree
-    if isinstance(tree, (list, dict)) or type(tree) is tuple:
-        for each in tree.values() if isinstance(tree, dict) else tree:
-            yield from _containers(each)
+def _containers(tree: Any) -> list[Any]:
+    """Return the lists and dicts in an argument."""
+    containers = [tree] if isinstance(tree, (list, dict)) else []
+    if containers or type(tree) is tuple:
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            containers += _containers(value)
+    return containers
 
 
-def _entries(container: Any) -> list[Any]:
+def _content(container: Any) -> list[Any]:
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
@@ -131,7 +136,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # by reason and unit: the parameters or inputs that it is about
+        # By reason and unit, the parameters or inputs that it is about; dicts keep their order.
         self.wrong: dict[str, dict[str, dict[str, None]]] = {}
         self.called: dict[str, None] = {}  # units that ran, in order
         self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
@@ -142,22 +147,25 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: set[str] = set()
 
     def watch(self, unit: ShardUnit, modules: Sequence[nn.Module]) -> None:
-        """Take a unit for gathered from before its first module runs until all have run, or to the
-        end if it stays.
+        """Take a unit for unsharded from before its first module runs until all have run, or to the
+        end if it is kept; compare its inputs afterwards with those before.
         """
-        containers: list[tuple[str, Any, list[Any]]] = []
-        tensors: list[tuple[str, Tensor, int]] = []
+        policy = unit.mp_policy
+        casts = policy.cast_forward_inputs and policy.param_dtype is not None
+        containers: list[tuple[str, Any, list[Any]]] = []  # argument, container, content before
+        tensors: list[tuple[str, Tensor, int]] = []  # argument, tensor, bytes before
 
         def enter(inputs: Any) -> Any:
             self._running.append(unit.name)
             self.called.setdefault(unit.name)
             if unit.reshard_after_forward is False:
                 self._kept.add(unit.name)
-            casts = unit.mp_policy.cast_forward_inputs and unit.mp_policy.param_dtype is not None
-            named = {f"argument {at}": value for at, value in enumerate(inputs[0])} | inputs[1]
-            for key, value in named.items() if casts or torch.is_grad_enabled() else ():
+            if not casts and not torch.is_grad_enabled():
+                return inputs  # FSDP2 passes the inputs themselves
+            args, kwargs = inputs
+            for key, value in ({f"argument {at}": x for at, x in enumerate(args)} | kwargs).items():
                 for container in _containers(value):
-                    containers.append((key, container, _entries(container)))
+                    containers.append((key, container, _content(container)))
                 for tensor in tensors_of(value):
                     if tensor.requires_grad:
                         tensors.append((key, tensor, tensor.untyped_storage().nbytes()))
@@ -166,8 +174,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def leave(output: Any) -> Any:
             self._running.remove(unit.name)
             for key, container, before in containers:
-                after = _entries(container)
-                if list(map(id, before)) == list(map(id, after)) or not tensors_of([before, after]):
+                after = _content(container)
+                is_same = list(map(id, before)) == list(map(id, after))
+                if is_same or not tensors_of([before, after]):
                     continue
                 if unit.modules == ("",):
                     self.filled_by_root[key] = None
@@ -197,9 +206,10 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             fqn, unit = self.owned.get(id(leaf), ("", ""))
             if fqn and unit not in self._kept and unit not in self._running:
                 self._note(OUTSIDE, unit, f"{fqn} in {self._running[-1]}")
-        # in place, as aten.copy_.default, also through .data or a view
+        # Operators in place, such as aten.copy_.default, also through .data or a view.
         if f"{func}.".split(".")[1].endswith("_"):
-            for leaf in tree_leaves(args[:1]):
-                if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) in self.storages:
-                    self.written[self.storages[id(leaf.untyped_storage())]] = None
+            for tensor in tensors_of(args[:1]):
+                storage = id(tensor.untyped_storage())
+                if storage in self.storages:
+                    self.written[self.storages[storage]] = None
         return func(*args, **(kwargs or {}))

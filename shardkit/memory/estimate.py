@@ -48,16 +48,15 @@ class MemoryEstimate:
         raise PlanError(f"strategy {name!r} is not in the estimate. Use one of {names}.")
 
     def __str__(self) -> str:
-        what = (
-            "peak of a training step"
-            if self.measured
-            else "peak without activations (no batch given)"
-        )
+        peak = "peak of a training step"
+        if not self.measured:
+            peak = "peak without activations (no batch given)"
         table = [["strategy", *CATEGORIES, "peak", "at", "on the CPU"]]
         for row in self.rows:
-            sizes = [*(getattr(row.peak, each) for each in CATEGORIES), row.peak.total]
-            table.append([row.name, *map(nbytes, sizes), row.peak.where, nbytes(row.host)])
-        headline = f"bytes on each of {self.plan.mesh.size} ranks at the {what}"
+            sizes = [nbytes(getattr(row.peak, category)) for category in CATEGORIES]
+            sizes.append(nbytes(row.peak.total))
+            table.append([row.name, *sizes, row.peak.where, nbytes(row.host)])
+        headline = f"bytes on each of {self.plan.mesh.size} ranks at the {peak}"
         return "\n".join([headline, "", *aligned(table, left={0, 8})])
 
 
@@ -135,14 +134,17 @@ class Step:
         self._batch = batch
         self._loss = loss
         self._keep_unsharded = keep_unsharded
-        self._buffers = sum(buffer.nbytes for buffer in model.buffers()) if model is not None else 0
+        self._buffers = 0
+        if model is not None:
+            self._buffers = sum(buffer.nbytes for buffer in model.buffers())
         self._measure = cache(self.measure)
 
     def predict(self, name: str, plan: ShardingPlan, optimizer: OptimizerBytes) -> Prediction:
         """Return what the step needs on one rank under a plan."""
-        step = self._trace_of(plan) if self.is_measured else without_activations(plan)
-        counts = self.micro_batches, self._keep_unsharded
-        points = timeline(plan, step, optimizer, self._buffers, *counts)
+        measured = self._trace_of(plan) if self.is_measured else without_activations(plan)
+        points = timeline(
+            plan, measured, optimizer, self._buffers, self.micro_batches, self._keep_unsharded
+        )
         host = 0
         for unit in plan.units:
             if unit.offloads:
@@ -151,15 +153,16 @@ class Step:
         return Prediction(name, plan, points, host)
 
     def _trace_of(self, plan: ShardingPlan) -> Trace:
-        """Measure once for each policy of checkpointing, where units mix."""
+        """Return the trace of a plan. Where blocks mix policies it is put together from the traces
+        in which all have one, so that few are measured.
+        """
         chosen = {unit.name: unit.checkpoint_activations for unit in plan.units}
         policies = tuple(chosen[name] for name in self.blocks)
         if len(set(policies)) < 2:
             return self._measure(policies)
-        uniform = {
-            policy: self._measure((policy,) * len(policies))
-            for policy in sorted(set(policies), key=str)
-        }
+        uniform = {}
+        for policy in sorted(set(policies), key=str):
+            uniform[policy] = self._measure((policy,) * len(policies))
         return mixed(uniform, chosen) or self._measure(policies)
 
     def measure(self, policies: tuple[bool | str, ...]) -> Trace:
@@ -187,57 +190,60 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
     plan keeps its mesh.
     """
     ranks, node = plan.mesh.size, ranks_per_node
-    if node < 1:
-        raise PlanError(
-            f"ranks_per_node must be at least 1, got {node}. "
-            "Pass how many ranks share a node, such as 8."
-        )
-    # split by the model, so every strategy keeps the mesh
+    strategies = {}
+    # The model has split its experts over axes of the mesh, so every strategy keeps it.
     has_experts = any(unit.mesh for unit in plan.units)
-    sharded = plan if has_experts else on_mesh(plan, MeshSpec.sharded(ranks))
-    every_block = with_checkpoints(sharded, {unit.name: True for unit in plan.units if unit.blocks})
     divides = not has_experts and node < ranks and ranks % node == 0
-    found = {} if has_experts else {"replicated (DDP)": on_mesh(plan, MeshSpec.hybrid(ranks, 1))}
-    found["kept unsharded (ZeRO-2)"] = changed(sharded, reshard_after_forward=False)
-    found["sharded (ZeRO-3)"] = sharded
+    if has_experts:
+        sharded = plan
+    else:
+        sharded = on_mesh(plan, MeshSpec.sharded(ranks))
+        strategies["replicated (DDP)"] = on_mesh(plan, MeshSpec.hybrid(ranks, 1))
+    strategies["kept unsharded (ZeRO-2)"] = changed(sharded, reshard_after_forward=False)
+    strategies["sharded (ZeRO-3)"] = sharded
     if not has_experts and plan.mesh.replicates and plan.mesh.shard_size > 1:
-        found[f"sharded over {plan.mesh.shard_size} ranks (HSDP)"] = plan
+        strategies[f"sharded over {plan.mesh.shard_size} ranks (HSDP)"] = plan
     elif divides:
-        found["sharded in a node (HSDP)"] = on_mesh(plan, MeshSpec.hybrid(ranks // node, node))
+        in_node = MeshSpec.hybrid(ranks // node, node)
+        strategies["sharded in a node (HSDP)"] = on_mesh(plan, in_node)
     if divides and node > 1:
-        found["secondary shards in a node (hpZ)"] = resharded(sharded, node)
-    found["ZeRO-3, blocks checkpointed"] = every_block
-    found["ZeRO-3, optimizer in backward"] = sharded
-    found["ZeRO-3, offloaded to the CPU"] = changed(sharded, offload_policy=CPUOffloadPolicy())
-    found["ZeRO-3, checkpointed and offloaded"] = changed(
-        every_block, offload_policy=CPUOffloadPolicy()
-    )
-    return found
+        strategies["secondary shards in a node (hpZ)"] = resharded(sharded, node)
+    blocks = [unit.name for unit in plan.units if unit.blocks]
+    checkpointed = changed(sharded, blocks, checkpoint_activations=True)
+    offload = CPUOffloadPolicy()
+    strategies["ZeRO-3, blocks checkpointed"] = checkpointed
+    strategies["ZeRO-3, optimizer in backward"] = sharded
+    strategies["ZeRO-3, offloaded to the CPU"] = changed(sharded, offload_policy=offload)
+    strategies["ZeRO-3, checkpointed and offloaded"] = changed(checkpointed, offload_policy=offload)
+    return strategies
 
 
 def changed(
     plan: ShardingPlan, names: Collection[str] | None = None, **settings: Any
 ) -> ShardingPlan:
     """Return the plan with these settings for the units of these names, or for all units."""
-    units = (replace(u, **settings) if names is None or u.name in names else u for u in plan.units)
+    chosen = {unit.name for unit in plan.units} if names is None else set(names)
+    units = []
+    for unit in plan.units:
+        units.append(replace(unit, **settings) if unit.name in chosen else unit)
     return replace(plan, units=tuple(units))
 
 
 def with_checkpoints(plan: ShardingPlan, policies: Mapping[str, bool | str]) -> ShardingPlan:
-    """Return the plan in which the units of these names are checkpointed so, and the others as they
-    are.
-    """
-    chosen = (
-        replace(u, checkpoint_activations=policies.get(u.name, u.checkpoint_activations))
-        for u in plan.units
-    )
-    return replace(plan, units=tuple(chosen))
+    """Return the plan with these policies of checkpointing, by the names of units."""
+    units = []
+    for unit in plan.units:
+        policy = policies.get(unit.name, unit.checkpoint_activations)
+        units.append(replace(unit, checkpoint_activations=policy))
+    return replace(plan, units=tuple(units))
 
 
 def resharded(plan: ShardingPlan, to: bool | int = True) -> ShardingPlan:
-    """Return the plan in which what reshards after forward does so fully, or to that many ranks, on
-    dim 0 only.
+    """Return the plan in which units that reshard after forward do so fully, or to that many ranks,
+    which torch does on dim 0 only.
     """
-    can = (unit for unit in plan.units if to is True or not unit.shard_dims)
-    names = {unit.name for unit in can if unit.reshard_after_forward is not False}
+    names = []
+    for unit in plan.units:
+        if unit.reshard_after_forward is not False and (to is True or not unit.shard_dims):
+            names.append(unit.name)
     return changed(plan, names, reshard_after_forward=to)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardkit.errors import PlanError
 from shardkit.memory.budget import choose, limit_of
 from shardkit.memory.estimate import Step, estimates
-from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes, Prediction
+from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes
 from shardkit.plan import MeshSpec
 from shardkit.planning.build import build_plan, named_model
 from shardkit.planning.selection import Overrides
@@ -25,11 +25,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
         help="show whether a model fits, and with which plan",
-        description="Print whether a model fits, the plan, and the memory of every strategy on one rank. "
-        "Needs no GPU and no weights: one forward and backward runs on fake tensors. Exits "
+        description="Print whether a model fits, the plan, and the memory of every strategy on one "
+        "rank. Needs no GPU and no weights: one forward and backward runs on fake tensors. Exits "
         "with 1 if nothing fits.",
-        epilog="example: python -m shardkit plan config.json --world 64 --batch 1x4096 --budget "
-        "80GiB",
+        epilog="example: "
+        "python -m shardkit plan config.json --world 64 --batch 1x4096 --budget 80GiB",
     )
     parser.add_argument(
         "model",
@@ -52,20 +52,22 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="sequences x tokens of one rank's micro-batch: 1x4096",
     )
     parser.add_argument(
-        "--budget", metavar="BYTES", help="memory of one GPU, such as 80GiB; needs --batch"
+        "--budget",
+        metavar="BYTES",
+        help="memory of one GPU, such as 80GiB; needs --batch; a tenth stays free",
     )
-    reserve = (
-        "part of the budget for fragmentation, NCCL and the CUDA context (default: %(default)s)"
-    )
-    parser.add_argument("--reserve", metavar="PART", type=float, default=0.1, help=reserve)
-    dtypes, computed = (
-        ("bfloat16", "float16", "float32"),
-        "dtype of compute and all-gather (default: %(default)s)",
-    )
-    parser.add_argument("--param-dtype", choices=dtypes, default="bfloat16", help=computed)
-    optimizer = f"whose state is counted: {', '.join(OPTIMIZERS)} (default: %(default)s)"
     parser.add_argument(
-        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", metavar="NAME", help=optimizer
+        "--param-dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="dtype of compute and all-gather (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        default="adamw",
+        metavar="NAME",
+        help=f"whose state is counted: {', '.join(OPTIMIZERS)} (default: %(default)s)",
     )
     return parser
 
@@ -78,31 +80,27 @@ def run(options: argparse.Namespace) -> int:
             "Pass one rank's micro-batch, such as --batch 1x4096."
         )
     model = named_model(options.model)
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32
-    )
+    policy = MixedPrecisionPolicy(getattr(torch, options.param_dtype), torch.float32)
     mesh = MeshSpec.sharded(options.world)
     plan = build_plan(ModelTree(model), mesh, settings=Overrides(mp_policy=policy))
     optimizer = OptimizerBytes.of(options.optimizer)
     batch: Any = None
     if options.batch is not None:
-        ids = torch.empty(options.batch, dtype=torch.long, device="meta")
-        # a model of transformers
-        batch = {"input_ids": ids, "labels": ids} if hasattr(model, "config") else ids
-    step = Step(model, plan, batch)  # shared, since tracing takes longest
+        batch = torch.empty(options.batch, dtype=torch.long, device="meta")
+        if hasattr(model, "config"):  # a model of transformers
+            batch = {"input_ids": batch, "labels": batch}
+    step = Step(model, plan, batch)  # its traces, which take longest, serve both answers
     rows = estimates(step, optimizer, options.ranks_per_node)
-    shown: Prediction = rows["ZeRO-3"]
     if options.budget:
-        shown = choose(step, optimizer, limit_of(options.budget, options.reserve))
-        print(shown, end="\n\n")
-    print(shown.plan, rows, sep="\n\n")
-    if options.budget:
-        given = f"mp_policy=MixedPrecisionPolicy(torch.{options.param_dtype}, torch.float32)"
+        choice = choose(step, optimizer, limit_of(options.budget))
+        print(choice, choice.plan, rows, sep="\n\n")
         print(
             f'\nIn the script: shard_model(model, memory_budget="{options.budget}", '
-            f"example_batch=batch, {given})"
+            "example_batch=batch, "
+            f"mp_policy=MixedPrecisionPolicy(torch.{options.param_dtype}, torch.float32))"
         )
     else:
+        print(rows["ZeRO-3"].plan, rows, sep="\n\n")
         missing = "" if options.batch else "--batch 1x4096 (one rank's micro-batch) and "
         print(f"\nTo find a plan that fits, pass {missing}--budget 80GiB (one GPU).")
     return 0

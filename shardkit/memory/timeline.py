@@ -8,15 +8,12 @@ CPU's calls, as the caching allocator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from shardkit.errors import PlanError
 from shardkit.memory.trace import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD, Trace
-from shardkit.plan import ParamSpec, ShardingPlan, ShardUnit
+from shardkit.plan import ShardingPlan, ShardUnit
 
 STEP = "optimizer step"
 CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "communication", "activations")
@@ -74,61 +71,70 @@ class UnitBytes:
     shard: int  # its parameters' shards, as stored
     grads: int  # the shards' gradients, as stored
     optimizer: int  # state of the optimizer
-    unsharded: int  # its parameters gathered, in the dtype they compute in, padding included
+    unsharded: int  # its unsharded parameters, in the dtype they compute in, with padding
     gather: int  # the flat output buffer of an all-gather; 0 where one rank has everything
-    # a temporary of what is sharded on other dims than 0, between the flat output and the
-    # parameters
+    # Parameters sharded on other dims than 0 are copied once more, between the flat output and
+    # the unsharded parameters.
     copy_out: int
     copy_in: int  # the shards cast, or copied from the CPU, as the input of an all-gather
     reduce: int  # the flat input buffer of a reduce-scatter
-    # an unsharded gradient that torch still refers to while it reduces: the last one on another dim
+    # The unsharded gradient of the last parameter on another dim: torch still refers to it while
+    # it reduces.
     kept_grad: int
-    reduced: int  # its output, in the reduce dtype
+    reduced: int  # the output of the reduce-scatter, in the reduce dtype
     accumulated: int  # the unsharded gradients of earlier micro-batches, in the reduce dtype
-    # whether the output is cast to become the gradients, instead of being used as they are
-    casts_reduced: bool
+    casts_reduced: bool  # whether the output is cast to become the gradients
     offloaded: bool  # whether shards, gradients and optimizer state are on the CPU
 
 
 def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -> UnitBytes:
     """Return what one unit of a plan holds and moves on a rank."""
-    specs, dims, ranks = (
-        plan.split_specs(unit),
-        dict(unit.shard_dims),
-        plan.mesh_of(unit).shard_size,
-    )
-    compute, reduce_dtype = (
-        unit.mp_policy.param_dtype,
-        unit.mp_policy.reduce_dtype or unit.mp_policy.param_dtype,
-    )
-    several = ranks > 1
-
-    def shard_bytes(specs: Sequence[ParamSpec], dtype: torch.dtype | None) -> int:
-        return sum(
-            spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0)), dtype) for spec in specs
-        )
-
-    trained = [spec for spec in specs if spec.trainable]
-    others = [spec for spec in specs if spec.fqn in dims]
-    elements = sum(spec.shard_numel(ranks, dims.get(spec.fqn, 0)) for spec in trained)
-    grads, reduced = shard_bytes(trained, None), shard_bytes(trained, reduce_dtype)
-    unsharded = ranks * shard_bytes(specs, compute)
-    casts = any(compute not in (None, spec.dtype) for spec in specs if not spec.element_bytes)
+    ranks = plan.mesh_of(unit).shard_size
+    compute = unit.mp_policy.param_dtype
+    reduce_dtype = unit.mp_policy.reduce_dtype or compute
+    dims = dict(unit.shard_dims)
+    shard = grads = elements = unsharded_shard = reduced = accumulated = 0
+    on_other_dims = kept_grad = 0
+    casts = casts_reduced = False
+    for spec in plan.split_specs(unit):
+        numel = spec.shard_numel(ranks, dims.get(spec.fqn, 0))
+        shard += spec.nbytes_of(numel)
+        computed = spec.nbytes_of(numel, compute)
+        unsharded_shard += computed
+        casts |= compute not in (None, spec.dtype) and not spec.element_bytes
+        if spec.fqn in dims:
+            on_other_dims += computed
+        if not spec.trainable:
+            continue
+        elements += numel
+        grads += spec.nbytes_of(numel)
+        reduced += spec.nbytes_of(numel, reduce_dtype)
+        accumulated += spec.nbytes_of(spec.numel, reduce_dtype)
+        casts_reduced |= (reduce_dtype or spec.dtype) != spec.dtype
+        if spec.fqn in dims:
+            kept_grad = computed
+    # What only several ranks allocate.
+    gather = copy_out = copy_in = 0
+    if ranks > 1:
+        gather = ranks * unsharded_shard
+        copy_out = ranks * on_other_dims
+        copy_in = unsharded_shard if casts or unit.offloads else 0
+        kept_grad *= ranks
+    else:
+        kept_grad = 0
     return UnitBytes(
-        shard=shard_bytes(specs, None),
+        shard=shard,
         grads=grads,
         optimizer=optimizer.state_bytes(elements, grads),
-        unsharded=unsharded,
-        gather=several * unsharded,
-        copy_out=several * ranks * shard_bytes(others, compute),
-        copy_in=unsharded // ranks if several and (casts or unit.offloads) else 0,
+        unsharded=ranks * unsharded_shard,
+        gather=gather,
+        copy_out=copy_out,
+        copy_in=copy_in,
         reduce=ranks * reduced,
-        kept_grad=several
-        * ranks
-        * shard_bytes([spec for spec in others if spec.trainable][-1:], compute),
+        kept_grad=kept_grad,
         reduced=reduced,
-        accumulated=sum(spec.nbytes_of(spec.numel, reduce_dtype) for spec in trained),
-        casts_reduced=any((reduce_dtype or spec.dtype) != spec.dtype for spec in trained),
+        accumulated=accumulated,
+        casts_reduced=casts_reduced,
         offloaded=unit.offloads,
     )
 
@@ -143,7 +149,7 @@ class Point:
     parameters: int  # shards, parameters that are not sharded, and buffers
     gradients: int  # of the shards; in the optimizer's step also of parameters that are not sharded
     optimizer: int  # state, and temporaries of the step
-    unsharded: int  # gathered parameters
+    unsharded: int  # parameters
     communication: int  # buffers of all-gathers and reduce-scatters
     # everything that the model itself allocates, including unsharded gradients and the batch
     activations: int
@@ -192,10 +198,14 @@ def timeline(
     rank = _Rank(plan, trace, optimizer, buffers)
     rank.stays = {unit.name for unit in plan.units if plan.stays(unit, keep_unsharded)}
     units = {unit.name: unit for unit in plan.units}
-    hooks = {FORWARD: rank.forward, AFTER_FORWARD: rank.after_forward}
-    hooks |= {BACKWARD: rank.backward, AFTER_BACKWARD: rank.after_backward}
+    hooks = {
+        FORWARD: rank.before_forward,
+        AFTER_FORWARD: rank.after_forward,
+        BACKWARD: rank.before_backward,
+        AFTER_BACKWARD: rank.after_backward,
+    }
     for left in range(min(micro_batches, 3) - 1, -1, -1):
-        rank.is_last = not left
+        rank.is_last = left == 0
         for interval in trace.intervals:
             if interval.moment in hooks:
                 hooks[interval.moment](units[interval.unit])
@@ -203,79 +213,101 @@ def timeline(
             rank.activations += interval.delta
         rank.end_micro_batch()
     rank.gradients += trace.other_grad_bytes
-    rank.states += 0 if optimizer.in_backward else round(optimizer.temporary * rank.gradients)
+    if not optimizer.in_backward:
+        rank.states += round(optimizer.temporary * rank.gradients)
     rank.record(STEP, "")
     return tuple(rank.points)
 
 
 class _Rank:
-    """What FSDP2 holds on one rank right now, in bytes, and all that was recorded of it."""
+    """What FSDP2 holds on one rank right now, in bytes, and every point recorded so far."""
 
     def __init__(
         self, plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int
     ) -> None:
         self.points: list[Point] = []
-        self.unsharded: dict[str, int] = {}  # gathered parameters by unit
-        # what an int of reshard_after_forward keeps of them
-        self.on_fewer_ranks: dict[str, int] = {}
-        self.gathers: dict[str, int] = {}  # flat buffers in flight or kept
-        self.reduce_input = self.gradients = 0
-        self.held_reduced = 0  # buffers of all-reduces, which FSDP2 keeps until backward ends
-        # unreduced gradients by unit, and those of parameters without a unit
-        self.accumulated: dict[str, int] = {}
-        self.stays: set[str] = set()  # the units that micro-batches but the last leave gathered
-        self.is_last = True
+        self.is_last = True  # of the micro-batches
+        self.stays: set[str] = set()  # units that all micro-batches but the last leave unsharded
+
+        self.parameters = buffers
+        self.gradients = 0
+        self.states = 0
         self.activations = trace.batch_bytes
-        self._plan, self._trace, self._in_backward = plan, trace, optimizer.in_backward
-        self._sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
+        # By unit.
+        self.unsharded: dict[str, int] = {}
+        self.on_fewer_ranks: dict[str, int] = {}  # what an int of reshard_after_forward keeps
+        self.gathers: dict[str, int] = {}  # flat buffers of all-gathers
+        self.accumulated: dict[str, int] = {}  # unreduced gradients; "" for those without a unit
+        # Buffers of the last reduce-scatter, and of all-reduces, which FSDP2 keeps until backward
+        # ends.
+        self.reduce_input = self.held_reduced = 0
+
+        self._prefetch = plan.prefetch
+        self._all_reduces = plan.mesh.replicates
+        self._trace = trace
+        self._in_backward = optimizer.in_backward
+        self._order = [unit.name for unit in plan.execution_order()]
+        self._ran: list[str] = []  # in the order of forward, for the prefetch of backward
         self._last_forward_gather = ""
-        self._ran: list[ShardUnit] = []  # in the order of forward, for the prefetch of backward
-        here = [size for size in self._sizes.values() if not size.offloaded]
-        whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
-        trained = [spec for spec in whole if spec.trainable]
-        of_whole = optimizer.state_bytes(
-            sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained)
-        )
-        self.parameters = (
-            sum(size.shard for size in here) + sum(spec.nbytes for spec in whole) + buffers
-        )
-        self.states = sum(size.optimizer for size in here) + of_whole
+
+        self._sizes: dict[str, UnitBytes] = {}
+        for unit in plan.units:
+            size = self._sizes[unit.name] = unit_bytes(plan, unit, optimizer)
+            if not size.offloaded:
+                self.parameters += size.shard
+                self.states += size.optimizer
+        elements = trained = 0
+        for fqn in plan.unsharded:
+            if fqn in plan.specs:
+                spec = plan.specs[fqn]
+                self.parameters += spec.nbytes
+                if spec.trainable:
+                    elements += spec.numel
+                    trained += spec.nbytes
+        self.states += optimizer.state_bytes(elements, trained)
 
     def record(self, moment: str, unit: str, communication: int = 0, activations: int = 0) -> None:
         """Record what is alive, plus these short-lived bytes."""
         communication += sum(self.gathers.values()) + self.reduce_input + self.held_reduced
-        activations += sum(self.accumulated.values())
+        activations += self.activations + sum(self.accumulated.values())
         unsharded = sum(self.unsharded.values()) + sum(self.on_fewer_ranks.values())
-        kept = self.parameters, self.gradients, self.states, unsharded
-        self.points.append(
-            Point(moment, unit, *kept, communication, self.activations + activations)
+        point = Point(
+            moment,
+            unit,
+            self.parameters,
+            self.gradients,
+            self.states,
+            unsharded,
+            communication,
+            activations,
         )
+        self.points.append(point)
 
-    def forward(self, unit: ShardUnit) -> None:
+    def before_forward(self, unit: ShardUnit) -> None:
         size = self._sizes[unit.name]
         if unit.name not in self.unsharded and size.unsharded:
-            self._gather(unit, FORWARD)
+            self._all_gather(unit.name, FORWARD)
             self.gathers.pop(self._last_forward_gather, None)
             self.unsharded[unit.name] = size.unsharded
             self.record(FORWARD, unit.name, communication=size.copy_out)
-            # kept until the next unit's copy-out, so that both may overlap
+            # Kept until the next unit's copy-out, so that both may overlap.
             self._last_forward_gather = unit.name
-        if self._plan.prefetch:
-            order = self._plan.execution_order()
-            for each in order[order.index(unit) + 1 :][: self._plan.prefetch]:
-                self._gather(each, FORWARD)
+        if self._prefetch:
+            after = self._order.index(unit.name) + 1
+            for name in self._order[after : after + self._prefetch]:
+                self._all_gather(name, FORWARD)
 
-    def _gather(self, unit: ShardUnit, moment: str) -> None:
-        """Allocate the flat buffer of a unit's all-gather, unless it exists or the unit is gathered
-        already.
+    def _all_gather(self, name: str, moment: str) -> None:
+        """Allocate the flat buffer of a unit's all-gather, unless it exists or the unit is
+        unsharded already.
         """
-        size = self._sizes[unit.name]
-        if size.gather and unit.name not in self.gathers and unit.name not in self.unsharded:
-            self.gathers[unit.name] = size.gather
-            self.record(moment, unit.name, communication=size.copy_in)
+        size = self._sizes[name]
+        if size.gather and name not in self.gathers and name not in self.unsharded:
+            self.gathers[name] = size.gather
+            self.record(moment, name, communication=size.copy_in)
 
     def after_forward(self, unit: ShardUnit) -> None:
-        self._ran.append(unit)
+        self._ran.append(unit.name)
         reshard = False if unit.name in self.stays else unit.reshard_after_forward
         if reshard is True:
             self.unsharded.pop(unit.name, None)
@@ -287,55 +319,61 @@ class _Rank:
             self.gathers.pop(self._last_forward_gather, None)
             self._last_forward_gather = ""
 
-    def backward(self, unit: ShardUnit) -> None:
+    def before_backward(self, unit: ShardUnit) -> None:
         size = self._sizes[unit.name]
         if unit.name not in self.unsharded and size.unsharded:
-            self._gather(unit, BACKWARD)
+            self._all_gather(unit.name, BACKWARD)
             self.unsharded[unit.name] = size.unsharded
             self.record(BACKWARD, unit.name, communication=size.copy_out)
             self.gathers.pop(unit.name, None)
             self.on_fewer_ranks.pop(unit.name, None)
-        last = max((place for place, each in enumerate(self._ran) if each is unit), default=0)
-        for each in self._ran[max(0, last - max(1, self._plan.prefetch)) : last][::-1]:
-            self._gather(each, BACKWARD)
+        # Prefetch the units that ran before its last call.
+        place = len(self._ran) - 1
+        while place > 0 and self._ran[place] != unit.name:
+            place -= 1
+        first = max(0, place - max(1, self._prefetch))
+        for name in reversed(self._ran[first:place]):
+            self._all_gather(name, BACKWARD)
+
+    def after_backward(self, unit: ShardUnit) -> None:
+        size = self._sizes[unit.name]
+        unsharded_grads = self._trace.grad_bytes[unit.name]
+        if self.is_last or unit.name not in self.stays:
+            self.unsharded.pop(unit.name, None)
+        self.reduce_input = 0  # of the unit before
+        if not unsharded_grads:
+            return
+        if not self.is_last:  # kept unsharded, in the reduce dtype
+            self.activations -= unsharded_grads
+            self.accumulated[unit.name] = size.accumulated
+            return
+        if unit.name in self.accumulated:  # to which the last gradients are added
+            del self.accumulated[unit.name]
+            self.activations += size.accumulated - unsharded_grads
+            unsharded_grads = size.accumulated
+        self.reduce_input = size.reduce
+        self.record(AFTER_BACKWARD, unit.name, communication=size.kept_grad)
+        self.activations -= unsharded_grads
+        made = size.kept_grad + size.reduced + (size.grads if size.casts_reduced else 0)
+        self.record(AFTER_BACKWARD, unit.name, communication=made)
+        if self._all_reduces and size.casts_reduced:
+            self.held_reduced += size.reduced
+        if not size.offloaded and not self._in_backward:
+            self.gradients += size.grads
 
     def end_micro_batch(self) -> None:
-        """Free what FSDP2 frees when a backward ends: units that came before the first trained
-        parameter, too.
+        """Free what FSDP2 frees when a backward ends, of units before the first trained parameter
+        too.
         """
-        self.unsharded = (
-            {}
-            if self.is_last
-            else {name: n for name, n in self.unsharded.items() if name in self.stays}
-        )
         self.on_fewer_ranks.clear()
         self.gathers.clear()
         self._ran.clear()
         self.reduce_input = self.held_reduced = 0
         self.activations -= self._trace.other_grad_bytes  # made by the model itself
-        self.accumulated = (
-            {} if self.is_last else {**self.accumulated, "": self._trace.other_grad_bytes}
-        )
-
-    def after_backward(self, unit: ShardUnit) -> None:
-        size, unsharded_grads = self._sizes[unit.name], self._trace.grad_bytes[unit.name]
-        if self.is_last or unit.name not in self.stays:
-            self.unsharded.pop(unit.name, None)
-        self.reduce_input = size.reduce if unsharded_grads and self.is_last else 0
-        if not unsharded_grads:
+        if self.is_last:
+            self.unsharded.clear()
+            self.accumulated.clear()
             return
-        # the last ones are added to those before
-        if not self.is_last or unit.name in self.accumulated:
-            self.activations += size.accumulated * self.is_last - unsharded_grads
-            self.accumulated[unit.name] = unsharded_grads = size.accumulated
-        if not self.is_last:
-            return
-        self.accumulated.pop(unit.name, None)
-        self.record(AFTER_BACKWARD, unit.name, communication=size.kept_grad)
-        self.activations -= unsharded_grads
-        made = size.kept_grad + size.reduced + (size.grads if size.casts_reduced else 0)
-        self.record(AFTER_BACKWARD, unit.name, communication=made)
-        if self._plan.mesh.replicates and size.casts_reduced:
-            self.held_reduced += size.reduced
-        if not size.offloaded and not self._in_backward:
-            self.gradients += size.grads
+        for name in set(self.unsharded) - self.stays:
+            del self.unsharded[name]
+        self.accumulated[""] = self._trace.other_grad_bytes

@@ -1,5 +1,5 @@
 """Trace one training step of a model on fake tensors, split at the points where FSDP2's hooks
-gather and free units.
+unshard and reshard units.
 
 All that is allocated between two such points is the model's own: activations, temporaries,
 gradients. What units hold follows from the plan and is added by :mod:`shardkit.memory.timeline`, so
@@ -81,9 +81,8 @@ def trace(
     Raises:
         PlanError: the model is sharded already, or does not run on fake tensors.
     """
-    if any(
-        isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())
-    ):
+    is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
+    if is_sharded or any(isinstance(module, FSDPModule) for module in model.modules()):
         raise PlanError(
             "model is sharded already. Activations are measured on the plain model, without "
             "FSDP2's hooks and shards. Build it again on the meta device: init_on_meta()."
@@ -94,27 +93,31 @@ def trace(
     )
     meter = meter or IntervalMeter()
     with on_fake_tensors(model, plan, batch, "batch", fix) as (args, kwargs), meter:
-        params, inputs = dict(model.named_parameters()), tensors_of((args, kwargs))
+        params = dict(model.named_parameters())
+        inputs = tensors_of((args, kwargs))
         for tensor in (*params.values(), *model.buffers(), *inputs):
             meter.ignore(tensor)
         for fqn, tiles in plan.tiles:
             module = model.get_submodule(fqn)
             module.forward = tiled(module, fqn, tiles)
-        watched = []
+        watched_units = []
         for unit in plan.units:
             modules = [model.get_submodule(fqn) for fqn in unit.modules]
-            watched.append(WatchedUnit(unit, modules, [params[fqn] for fqn in unit.params], meter))
+            own = [params[fqn] for fqn in unit.params]
+            watched_units.append(WatchedUnit(unit, modules, own, meter))
             if unit.checkpoint_activations:
-                for fqn in unit.modules:
-                    module = model.get_submodule(fqn)
+                for fqn, module in zip(unit.modules, modules, strict=True):
                     module.forward = checkpointed(module, fqn, unit.checkpoint_activations)
         (loss or _default_loss)(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
-        for each in reversed(watched):  # the root first, in the order of FSDP2's final callback
-            each.after_backward()
+        # FSDP2's callback at the end of backward: the root first.
+        for watched in reversed(watched_units):
+            watched.after_backward()
         meter.close()
+        grad_bytes = {watched.unit.name: watched.grad_bytes for watched in watched_units}
+        # The gradients of units are dropped, so these belong to no unit.
         others = sum(param.grad.nbytes for param in params.values() if param.grad is not None)
-        grads = {each.unit.name: each.grad_bytes for each in watched}
-        return Trace(tuple(meter.intervals), grads, sum(tensor.nbytes for tensor in inputs), others)
+        batch_bytes = sum(tensor.nbytes for tensor in inputs)
+        return Trace(tuple(meter.intervals), grad_bytes, batch_bytes, others)
 
 
 def _default_loss(output: Any) -> Tensor:
@@ -122,22 +125,21 @@ def _default_loss(output: Any) -> Tensor:
     return loss if isinstance(loss, Tensor) else tensors_of(output)[0].float().mean()
 
 
-def mixed(traces: Mapping[Any, Trace], chosen: Mapping[str, Any]) -> Trace | None:
-    """Return the trace in which each unit is as in the one chosen for it, by key; in the first
-    where there is none.
+def mixed(traces: Mapping[Any, Trace], policies: Mapping[str, Any]) -> Trace | None:
+    """Return the trace whose units are those of the trace of their policy of checkpointing.
 
-    None if checkpointing changes the order in which units run, as of a unit inside that blocks
-    share.
+    ``traces`` are by policy; units whose policy has none are those of the first. None if the traces
+    differ in the order in which units run, as where blocks share a unit inside.
     """
     first = next(iter(traces.values()))
     intervals = list(first.intervals)
-    for key, trace in traces.items():
+    for policy, trace in traces.items():
         if len(trace.intervals) != len(intervals):
             return None
         for place, interval in enumerate(trace.intervals):
             if (interval.moment, interval.unit) != (intervals[place].moment, intervals[place].unit):
                 return None
-            if interval.unit and chosen[interval.unit] == key:
+            if interval.unit and policies[interval.unit] == policy:
                 intervals[place] = interval
     return replace(first, intervals=tuple(intervals))
 
@@ -145,32 +147,33 @@ def mixed(traces: Mapping[Any, Trace], chosen: Mapping[str, Any]) -> Trace | Non
 def without_activations(plan: ShardingPlan) -> Trace:
     """Return the trace of a model that keeps only gradients: what is known without a batch."""
     grads: dict[str, int] = {}  # unsharded, in the dtype that the unit computes in
-    root = ""
     for unit in plan.units:
-        root = unit.name if unit.modules == ("",) else root
         grads[unit.name] = 0
         for spec in plan.specs_of(unit):
             if spec.trainable:
-                grads[unit.name] += spec.numel * (unit.mp_policy.param_dtype or spec.dtype).itemsize
+                dtype = unit.mp_policy.param_dtype or spec.dtype
+                grads[unit.name] += spec.numel * dtype.itemsize
+    root = plan.units[-1].name
     others = 0
     for fqn in plan.unsharded:
         if fqn in plan.specs and plan.specs[fqn].trainable:
             others += plan.specs[fqn].nbytes
-    forward, backward = [Interval(FORWARD, root)], []
-    for unit in plan.execution_order():
-        if unit.name != root:
-            size = grads[unit.name]
-            forward += [Interval(FORWARD, unit.name), Interval(AFTER_FORWARD, unit.name)]
-            backward.append(Interval(AFTER_BACKWARD, unit.name))
-            backward.append(Interval(BACKWARD, unit.name, size, size))
-    forward += [Interval(AFTER_FORWARD, root), Interval(BACKWARD, root, grads[root], grads[root])]
-    end = Interval(AFTER_BACKWARD, root, others, others)
-    return Trace((*forward, *reversed(backward), end), grads, 0, others)
+    inner = [unit.name for unit in plan.execution_order() if unit.name != root]
+    intervals = [Interval(FORWARD, root)]
+    for name in inner:
+        intervals += [Interval(FORWARD, name), Interval(AFTER_FORWARD, name)]
+    intervals.append(Interval(AFTER_FORWARD, root))
+    for name in (root, *reversed(inner)):
+        intervals.append(Interval(BACKWARD, name, grads[name], grads[name]))
+        if name != root:
+            intervals.append(Interval(AFTER_BACKWARD, name))
+    intervals.append(Interval(AFTER_BACKWARD, root, others, others))
+    return Trace(tuple(intervals), grads, 0, others)
 
 
 class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, counts the bytes of every storage that an operator returns, once and until it
-    is freed.
+    """While active, counts the bytes of every storage that an operator returns until it is freed,
+    each storage once.
     """
 
     def __init__(self) -> None:
@@ -237,8 +240,11 @@ class WatchedUnit:
         params: Sequence[nn.Parameter],
         meter: IntervalMeter,
     ) -> None:
-        self.unit, self.grad_bytes = unit, 0
-        self._params, self._meter, self._in_backward = params, meter, False
+        self.unit = unit
+        self.grad_bytes = 0
+        self._params = params
+        self._meter = meter
+        self._in_backward = False
         hook_unit(unit, modules, self._before_forward, self._after_forward)
 
     def _before_forward(self, inputs: Any) -> Any:
@@ -248,8 +254,9 @@ class WatchedUnit:
         tensors = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
         if not tensors or not torch.is_grad_enabled():
             return inputs
-        inside = dict(zip(map(id, tensors), _Boundary.apply(self, *tensors), strict=True))  # type: ignore[no-untyped-call]
-        return tree_map(lambda leaf: inside.get(id(leaf), leaf), inputs)
+        views = _Boundary.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        by_id = {id(tensor): view for tensor, view in zip(tensors, views, strict=True)}
+        return tree_map(lambda leaf: by_id.get(id(leaf), leaf), inputs)
 
     def _after_forward(self, output: Any) -> Any:
         if not self._in_backward:
@@ -272,12 +279,12 @@ class WatchedUnit:
         if not self._in_backward:
             return
         self._in_backward = False
-        self.grad_bytes += sum(
-            param.grad.nbytes for param in self._params if param.grad is not None
-        )
         self._meter.close()
+        # Between two intervals, as FSDP2 reduces and frees the unsharded gradients.
         for param in self._params:
-            param.grad = None  # between two intervals, as FSDP2 reduces and frees them
+            if param.grad is not None:
+                self.grad_bytes += param.grad.nbytes
+                param.grad = None
         self._meter.open(AFTER_BACKWARD, self.unit.name)
 
 
@@ -301,16 +308,18 @@ def hook_unit(
     before: Callable[[Any], Any],
     after: Callable[[Any], Any],
 ) -> None:
-    """Call ``before`` with the inputs of the first of a unit's modules, and ``after`` with the
-    output of the last.
+    """Call ``before`` with the inputs of the first of a unit's modules that runs, and ``after``
+    with the output of the last.
 
-    Both return what to go on with, in the dtypes that FSDP2 casts to. The user's hooks run inside,
-    as with FSDP2's.
+    Both return what to go on with. Inputs and outputs are cast as FSDP2 casts them. The user's
+    hooks run inside, as with FSDP2's.
     """
-    policy, waiting = unit.mp_policy, set[nn.Module]()
+    policy = unit.mp_policy
+    input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    waiting = set[nn.Module]()  # the modules that have to run until the unit is done
 
     def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        inputs = _cast((args, kwargs), policy.param_dtype if policy.cast_forward_inputs else None)
+        inputs = _cast((args, kwargs), input_dtype)
         if waiting:
             return inputs
         waiting.update(modules)
@@ -327,10 +336,15 @@ def hook_unit(
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    if dtype is None:
+        return tree
 
-    return tree if dtype is None else tree_map(cast, tree)
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.to(dtype)
+        return leaf
+
+    return tree_map(cast, tree)
 
 
 # The model on fake tensors.
@@ -343,13 +357,19 @@ def on_fake_tensors(
     """Run the body with fake tensors in the model; yield the arguments of its forward, fake too.
 
     Parameters have the dtype that their unit computes in, as FSDP2 unshards them. Afterwards the
-    attributes of all modules, and of the objects that these are, are as before, and so is what
-    lists, dicts and sets in them contain: the model keeps its hooks, caches, counters and
-    gradients. What forward writes elsewhere, as in globals, stays. An error of the body becomes a
-    PlanError about the batch, by its name.
+    attributes of all modules, those of the objects that they hold, and the content of lists, dicts
+    and sets in them are as before: the model keeps its hooks, caches, counters and gradients. What
+    forward writes elsewhere, as in globals, stays. An error of the body becomes a PlanError about
+    the batch, by its name.
     """
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-    args = args if isinstance(args, (tuple, list)) else (args,)
+    args: Any = ()
+    kwargs: Mapping[str, Any] = {}
+    if isinstance(batch, Mapping):
+        kwargs = batch
+    elif isinstance(batch, (tuple, list)):
+        args = batch
+    else:
+        args = (batch,)
     before = _attributes_of(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), torch.enable_grad(), real_tensors():
@@ -380,21 +400,24 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque, tuple)
 
 
 def _attributes_of(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the containers in which the model's modules keep their state, with copies of each."""
-    found: dict[int, tuple[Any, Any]] = {}
+    """Return the containers in which the model's modules keep their state, each with a copy."""
     waiting: list[Any] = []
     for module in model.modules():
         waiting.append(vars(module))
-        for value in vars(module).values():  # such as a config, or a cache that is no module
+        for value in vars(module).values():  # such as a config or a cache
             if hasattr(value, "__dict__") and not isinstance(value, ModuleType):
                 waiting.append(vars(value))
+    seen = set()
+    copies = []
     while waiting:
         container = waiting.pop()
-        if id(container) in found or type(container) not in _CONTAINERS:
+        if id(container) in seen or type(container) not in _CONTAINERS:
             continue
-        found[id(container)] = container, copy.copy(container)
+        seen.add(id(container))
+        if not isinstance(container, tuple):
+            copies.append((container, copy.copy(container)))
         waiting += container.values() if isinstance(container, dict) else container
-    return [each for each in found.values() if not isinstance(each[0], tuple)]
+    return copies
 
 
 def _put_fakes(model: nn.Module, plan: ShardingPlan) -> None:

@@ -234,7 +234,7 @@ def plan_from_units(
 
     ``""`` is the root. What torch would refuse is repaired as in the default rule, with a note:
     modules that share a parameter become one unit, and modules of another dtype become units of
-    their own. Modules without a forward or without parameters are no units.
+    their own. Modules without a forward or without parameters are not units.
     """
     notes = []
     selections, uncalled = [], []

@@ -72,7 +72,6 @@ def test_what_each_strategy_saves():
     [
         ({"plan": None}, "estimate needs a plan, and with a batch also the model."),
         ({"optimizer": -8}, "optimizer must be one of adamw,"),
-        ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0."),
         ({"optimizer": "adamax2"}, "or bytes of state per element, got 'adamax2'."),
         ({"batch": {"nothing": TOKENS}}, "batch fails in the model on fake tensors"),
     ],
@@ -231,8 +230,6 @@ def test_budgets_as_text():
     for text in ("", "GiB", "70 apples", "-3GiB", 0, None, True):
         with pytest.raises(PlanError, match="budget must be bytes"):
             limit_of(text, 0)
-    with pytest.raises(PlanError, match="reserve must be a part"):
-        limit_of("80GiB", 1.0)
 
 
 def test_what_is_reserved_is_not_used():

@@ -50,7 +50,7 @@ def steps_bytes(model: nn.Module) -> int:
     return 4 * sum(param.requires_grad for param in model.parameters())
 
 
-NAMES = ("default", "tied, half precision", "kept gathered", "on fewer ranks", "one unit")
+NAMES = ("default", "tied, half precision", "kept unsharded", "on fewer ranks", "one unit")
 CASES = {name: PLANS[name] for name in NAMES}
 CASES["ignored"] = {"ignored_params": ["norm.weight", "norm.bias", "layers.1.up.weight"]}
 
@@ -71,7 +71,7 @@ def test_what_is_held_after_a_step_is_what_was_predicted(case: str) -> None:
     assert row.peak.total > sum(expected.values())
 
 
-def test_between_forward_and_backward_units_are_held_gathered():
+def test_between_forward_and_backward_units_are_held_unsharded():
     model = decoder()
     plan = plan_model(model, mesh=MeshSpec.sharded(8), reshard_after_forward=False)
     with fake_world(8):

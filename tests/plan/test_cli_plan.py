@@ -21,9 +21,6 @@ TINY = {
 }
 
 
-TOO_LARGE = ["small_models:Decoder", "--budget", "1 KiB", "--batch", "2x5", "--reserve"]
-
-
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.json"
@@ -55,7 +52,6 @@ def test_states_of_a_factory_without_a_batch(capsys):
             ["small_models:Decoder", "--budget", "1 KiB", "--batch", "2x5"],
             "budget of 921 B without the reserve is too little: ",
         ),
-        ([*TOO_LARGE, "2"], "reserve must be a part of the budget from 0 to 1, got 2.0."),
         (["small_models:Absent"], "small_models:Absent cannot be built"),
     ],
 )
