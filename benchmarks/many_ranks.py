@@ -46,7 +46,7 @@ from shardkit.shards import as_sharded
 from shardkit.testing import fake_world
 
 # the package has a function of that name
-watching: Any = importlib.import_module("shardkit.watching.watch")
+watching: Any = importlib.import_module("shardkit.watching.watcher")
 RANKS = (64, 1024, 4096, 16384)
 SMALL = 1 << 16
 RESULTS = Path(__file__).parent / "results" / "many_ranks_202611.md"
@@ -185,9 +185,9 @@ def polled(model: nn.Module, ranks: int, rank: int) -> tuple[Cost, float]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(watching, "store_of_its_own", lambda *_: Store()))
-        stack.enter_context(patch.object(watching._Watch, "_run", lambda _: None))
+        stack.enter_context(patch.object(watching.Watcher, "_run", lambda _: None))
         stack.enter_context(patch.object(dist, "get_rank", lambda *_: rank))
-        found = watching._Watch([model], list(range(ranks)), 30.0, end=False, asks=False)
+        found = watching.Watcher([model], list(range(ranks)), 30.0, end=False, asks=False)
         for number in range(2 * watching.TAIL):
             found._add(
                 f"all-gather of model.layers.{number % 400}",

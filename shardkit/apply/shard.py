@@ -101,7 +101,7 @@ def apply_agreed(
     _warn_and_refuse(model, plan)
     setting = os.environ.get("SHARDKIT_WATCH")
     if setting:
-        from shardkit.watching.watch import watch_script  # on request only
+        from shardkit.watching.watcher import watch_script  # on request only
 
         watch_script(model, setting)
     return model

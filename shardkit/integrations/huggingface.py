@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp.states import compute_dtypes
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, listing
 from shardkit.optim import step_on_local_shards, step_on_whole_matrices
 
 Runner = TypeVar("Runner")
@@ -76,22 +76,20 @@ def _take_over(model: nn.Module) -> None:
         raise ShardkitError(_not_sharded(model))
     config: Any = model.config
     sizes = getattr(config, "distributed_config", None)
-    plain = [
-        name
-        for name, each in model.named_parameters()
-        if each.requires_grad and not isinstance(each, DTensor)
-    ]
-    if sizes is not None and (plain or sizes.tp_size * sizes.pp_size * sizes.ep_size > 1):
-        problem = (
-            f"trains plain parameters: {listing(plain, 4)}"
-            if plain
-            else f"is split by more than FSDP: {sizes}"
-        )
-        fix = (
-            "Pass a model with fsdp_size= and dp_replicate_size= alone, and adapters to shard_model"
-        )
+    problem = ""
+    if sizes is not None:
+        if sizes.tp_size * sizes.pp_size * sizes.ep_size > 1:
+            problem = f"is split by more than FSDP: {sizes}"
+        plain = []
+        for name, param in model.named_parameters():
+            if param.requires_grad and not isinstance(param, DTensor):
+                plain.append(name)
+        if plain:
+            problem = f"trains plain parameters: {listing(plain, 4)}"
+    if problem:
         raise ShardkitError(
-            message(type(model).__name__, problem, "keep_sharded leaves reductions to FSDP2", fix)
+            f"{type(model).__name__} {problem}. keep_sharded leaves reductions to FSDP2. Pass a "
+            "model with fsdp_size= and dp_replicate_size= alone, and adapters to shard_model."
         )
     vars(model)["_is_distributed_loading_by_transformers"] = False
     config.distributed_config = None
@@ -100,11 +98,13 @@ def _take_over(model: nn.Module) -> None:
 def _accelerator_of(runner: object) -> Any:
     from accelerate import Accelerator
 
-    found = getattr(runner, "accelerator", runner)
-    if not isinstance(found, Accelerator):
-        problem = f"must be an Accelerator, or a trainer that has one, got {type(runner).__name__}"
-        raise ShardkitError(message("runner", problem, "", "Pass Accelerator(...) or Trainer(...)"))
-    return found
+    accelerator = getattr(runner, "accelerator", runner)
+    if not isinstance(accelerator, Accelerator):
+        raise ShardkitError(
+            "runner must be an Accelerator, or a trainer that has one, got "
+            f"{type(runner).__name__}. Pass Accelerator(...) or Trainer(...)."
+        )
+    return accelerator
 
 
 def _check(runner: object, accelerator: Any) -> None:
@@ -112,53 +112,44 @@ def _check(runner: object, accelerator: Any) -> None:
     ranks.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    asked = getattr(getattr(runner, "args", None), "fsdp", None)
-    kind, ranks = (
-        accelerator.distributed_type.value,
-        dist.get_world_size() if dist.is_initialized() else 1,
-    )
-    if (
-        asked
-        or (plugin is not None and not hasattr(plugin, _OURS))
-        or kind in ("DEEPSPEED", "MEGATRON_LM")
-    ):
-        problem = "is told to shard too, and shard_model has sharded the model"
-        fix = "Remove fsdp= or deepspeed= and ACCELERATE_USE_FSDP, and launch with torchrun"
-    elif accelerator.num_processes != ranks:
-        problem = (
-            f"trains on {accelerator.num_processes} processes, and the process group has {ranks} "
-            "ranks"
+    shards = accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM")
+    shards |= plugin is not None and not hasattr(plugin, _OURS)
+    if shards or getattr(getattr(runner, "args", None), "fsdp", None):
+        raise ShardkitError(
+            "accelerate is told to shard too, and shard_model has sharded the model. Remove fsdp= "
+            "or deepspeed= and ACCELERATE_USE_FSDP, and launch with torchrun."
         )
-        fix = "On CPUs pass use_cpu=True to TrainingArguments, or cpu=True to Accelerator"
-    elif accelerator.mixed_precision not in ("no", "bf16"):
-        problem = (
-            f"has mixed_precision={accelerator.mixed_precision!r}, whose scaler does not agree "
-            "between ranks"
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if accelerator.num_processes != ranks:
+        raise ShardkitError(
+            f"accelerate trains on {accelerator.num_processes} processes, and the process group "
+            f"has {ranks} ranks. On CPUs pass use_cpu=True to TrainingArguments, or cpu=True to "
+            "Accelerator."
         )
-        fix = "Use bf16, or shardkit.GradScaler in a loop of your own"
-    else:
-        return
-    raise ShardkitError(message("accelerate", problem, "", fix))
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ShardkitError(
+            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, whose scaler does "
+            "not agree between ranks. Use bf16, or shardkit.GradScaler in a loop of your own."
+        )
 
 
 def _set_fsdp2(accelerator: Any) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    # What matters of what it would read from the environment.
-    off = dict.fromkeys(
-        ("cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"), False
-    )
-    kinds = {"auto_wrap_policy": "NO_WRAP", "state_dict_type": "FULL_STATE_DICT"}
+    # All that matters is given, so that nothing is read from the environment.
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, reshard_after_forward=True, **off, **kinds
+        fsdp_version=2,
+        reshard_after_forward=True,
+        cpu_offload=False,
+        activation_checkpointing=False,
+        cpu_ram_efficient_loading=False,
+        auto_wrap_policy="NO_WRAP",
+        state_dict_type="FULL_STATE_DICT",
     )
     setattr(plugin, _OURS, True)
-    # the constructor's fsdp_plugin= has no effect on CPUs
-    for state in (
-        PartialState(),
-        accelerator.state,
-    ):
+    # Accelerator(fsdp_plugin=) has no effect on CPUs.
+    for state in (PartialState(), accelerator.state):
         state.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = plugin
 
@@ -169,39 +160,43 @@ def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None =
     accelerate's own pairs the optimizer's parameters by addresses, which empty shards have in
     common.
     """
-    for each in args:
-        if isinstance(each, nn.Module):
-            _check_model(accelerator, each)
+    for arg in args:
+        if isinstance(arg, nn.Module):
+            _check_model(accelerator, arg)
     placements: Any = device_placement or [None] * len(args)
-    prepared: list[Any] = []
-    for each, place in zip(args, placements, strict=True):
-        if isinstance(each, nn.Module):
-            each = accelerator.prepare_model(each, device_placement=False, evaluation_mode=True)
-        elif isinstance(each, torch.utils.data.DataLoader):
-            each = accelerator.prepare_data_loader(each, device_placement=place)
-        elif isinstance(each, torch.optim.Optimizer):
-            each = accelerator.prepare_optimizer(_without_dtensors(each), device_placement=place)
-        prepared.append(each)
-    for index, each in enumerate(prepared):
-        # last: it looks for its prepared optimizer
-        if isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-            prepared[index] = accelerator.prepare_scheduler(each)
+    prepared = list(args)
+    for index, (arg, place) in enumerate(zip(args, placements, strict=True)):
+        if isinstance(arg, nn.Module):
+            prepared[index] = accelerator.prepare_model(
+                arg, device_placement=False, evaluation_mode=True
+            )
+        elif isinstance(arg, torch.utils.data.DataLoader):
+            prepared[index] = accelerator.prepare_data_loader(arg, device_placement=place)
+        elif isinstance(arg, torch.optim.Optimizer):
+            optimizer = _without_dtensors(arg)
+            prepared[index] = accelerator.prepare_optimizer(optimizer, device_placement=place)
+    for index, arg in enumerate(args):  # last, since a scheduler looks for its prepared optimizer
+        if isinstance(arg, torch.optim.lr_scheduler.LRScheduler):
+            prepared[index] = accelerator.prepare_scheduler(arg)
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
 
 def _without_dtensors(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Let it step without DTensors if it is known to be able to, and does not yet."""
     kind = type(optimizer)
-    steps = any(
-        getattr(kind, way, False) for way in ("steps_on_local_shards", "steps_on_whole_matrices")
-    )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not steps and any(isinstance(param, DTensor) for param in params):
-        by_matrix = kind.__name__ in ("Muon", "Adafactor") and kind.__module__.startswith(
-            ("torch.", "transformers.")
-        )
-        with suppress(ShardkitError):  # others step on DTensors
-            return (step_on_whole_matrices if by_matrix else step_on_local_shards)(optimizer)
+    for way in ("steps_on_local_shards", "steps_on_whole_matrices"):
+        if getattr(kind, way, False):
+            return optimizer
+    params = []
+    for group in optimizer.param_groups:
+        params += group["params"]
+    if not any(isinstance(param, DTensor) for param in params):
+        return optimizer
+    is_known = kind.__module__.startswith(("torch.", "transformers."))
+    with suppress(ShardkitError):  # others step on DTensors
+        if is_known and kind.__name__ in ("Muon", "Adafactor"):
+            return step_on_whole_matrices(optimizer)
+        return step_on_local_shards(optimizer)
     return optimizer
 
 
@@ -210,25 +205,20 @@ def _check_model(accelerator: Any, model: nn.Module) -> None:
         raise ShardkitError(_not_sharded(model))
     dtypes = compute_dtypes(model)
     if accelerator.mixed_precision == "bf16" and torch.bfloat16 not in dtypes:
-        problem = f"is bf16, and the model computes in {', '.join(sorted(map(str, dtypes)))}"
-        rule = "The plan sets the dtype of a sharded model; accelerate's autocast is off"
-        policy = (
-            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-        )
+        names = ", ".join(sorted(map(str, dtypes)))
         raise ShardkitError(
-            message(
-                "mixed_precision", problem, rule, f"Pass {policy} to shard_model, or bf16=False"
-            )
+            f"mixed_precision is bf16, and the model computes in {names}. The plan sets the dtype "
+            "of a sharded model; accelerate's autocast is off. Pass "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.float32) to shard_model, or bf16=False."
         )
 
 
 def _not_sharded(model: nn.Module) -> str:
-    rule = "After keep_sharded accelerate trains only models sharded with FSDP2"
-    fix = "Call shardkit.shard_model(model) before the optimizer and prepare"
-    return message(type(model).__name__, "is not sharded", rule, fix)
-
-
-_CALLS = ("merge", "unmerge")
+    return (
+        f"{type(model).__name__} is not sharded. After keep_sharded accelerate trains only models "
+        "sharded with FSDP2. Call shardkit.shard_model(model) before the optimizer and prepare."
+    )
 
 
 def refuse_merges(model: nn.Module) -> None:
@@ -240,21 +230,17 @@ def refuse_merges(model: nn.Module) -> None:
     DTensor: the result is the base.
     """
     for name, module in model.named_modules():
-        if all(callable(getattr(type(module), call, None)) for call in _CALLS) and hasattr(
-            module, "merged"
-        ):
-            for call in _CALLS:
-                setattr(module, call, partial(_on_full, module, name, call))
+        kind = type(module)
+        if hasattr(kind, "merge") and hasattr(kind, "unmerge") and hasattr(module, "merged"):
+            for call in ("merge", "unmerge"):
+                setattr(module, call, partial(_call_on_full, module, name, call))
 
 
-def _on_full(module: nn.Module, name: str, call: str, *args: Any, **kwargs: Any) -> Any:
+def _call_on_full(module: nn.Module, name: str, call: str, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(param, DTensor) for param in module.parameters()):
-        rule = "Merging assigns weight.data, which does not reach the shards of a DTensor"
-        fix = (
-            "Call it inside `with shardkit.full_params(model, writeback=True):`, for the model or "
-            "layer by layer"
-        )
         raise ShardkitError(
-            message(f"{name}.{call}", "cannot run while its parameters are sharded", rule, fix)
+            f"{name}.{call} cannot run while its parameters are sharded. Merging assigns "
+            "weight.data, which does not reach the shards of a DTensor. Call it inside `with "
+            "shardkit.full_params(model, writeback=True):`, for the model or layer by layer."
         )
     return getattr(type(module), call)(module, *args, **kwargs)

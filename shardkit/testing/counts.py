@@ -18,8 +18,8 @@ from shardkit.plan import Collectives
 # Each call of an operator in these namespaces is one collective: torch.distributed and FSDP2
 # dispatch c10d, DTensor dispatches _c10d_functional.
 NAMESPACES = ("c10d", "_c10d_functional")
-# by how names begin, without underscores: allgather_, _allgather_base_,
-# all_gather_into_tensor_coalesced
+# By how the operators' names begin without underscores, of which there are many spellings:
+# allgather_, _allgather_base_, all_gather_into_tensor_coalesced.
 KINDS = {
     "allgather": "all_gathers",
     "reducescatter": "reduce_scatters",
@@ -74,24 +74,18 @@ class CommCounts(Collectives):
 
     def __eq__(self, other: object) -> bool:
         """Compare the numbers, also with a plain ``Collectives``."""
-        names = [each.name for each in fields(Collectives)]
-        return isinstance(other, Collectives) and all(
-            getattr(self, name) == getattr(other, name) for name in names
-        )
+        if not isinstance(other, Collectives):
+            return False
+        names = [field.name for field in fields(Collectives)]
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def add(self, operator: str) -> None:
         """Count one call of a collective operator, by its name without namespace and overload."""
-        kind = next(
-            (
-                kind
-                for prefix, kind in KINDS.items()
-                if operator.replace("_", "").startswith(prefix)
-            ),
-            None,
-        )
-        if kind is not None:
-            setattr(self, kind, getattr(self, kind) + 1)
-        elif operator not in NO_COLLECTIVES:
+        for prefix, kind in KINDS.items():
+            if operator.replace("_", "").startswith(prefix):
+                setattr(self, kind, getattr(self, kind) + 1)
+                return
+        if operator not in NO_COLLECTIVES:
             self.other[operator] = self.other.get(operator, 0) + 1
 
 
@@ -125,9 +119,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            # so that DTensor runs it, whose own collectives come here one by one
-            return NotImplemented
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs it, and its own collectives come here one by one
         namespace, _, operator = func.name().partition("::")
         if namespace in NAMESPACES:
             self.counts.add(operator.partition(".")[0])
@@ -159,26 +152,29 @@ def assert_same_on_all_ranks(
             f"value must be a plain tensor or bytes, got {type(value).__name__}. "
             "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)."
         )
-    whole = torch.tensor(list(value), dtype=torch.uint8) if isinstance(value, bytes) else value
-    kind = f"{type(value).__name__} of {whole.dtype} and shape {tuple(whole.shape)}"
-    bits = whole.detach().cpu().flatten().clone().view(torch.uint8)  # float8 cannot be pickled
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (kind, whole.dtype, bits), group)
-    first, dtype, expected = found[0]
-    different = []
+    if isinstance(value, bytes):
+        tensor = torch.tensor(list(value), dtype=torch.uint8)
+    else:
+        tensor = value.detach().cpu()
+    kind = f"{type(value).__name__} of {tensor.dtype} and shape {tuple(tensor.shape)}"
+    as_bytes = tensor.flatten().clone().view(torch.uint8)  # float8 cannot be pickled
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (kind, tensor.dtype, as_bytes), group)
+    first_kind, dtype, expected = gathered[0]
+    problems = []
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    for rank, (other, _, others) in zip(ranks, found, strict=True):
-        if other != first:
-            different.append(f"rank {rank} has a {other}")
-        elif not torch.equal(others, expected):
-            wrong = (others != expected).view(-1, dtype.itemsize).any(1).nonzero().flatten()
+    for rank, (kind, _, actual) in zip(ranks, gathered, strict=True):
+        if kind != first_kind:
+            problems.append(f"rank {rank} has a {kind}")
+        elif not torch.equal(actual, expected):
+            wrong = (actual != expected).view(-1, dtype.itemsize).any(1).nonzero().flatten()
             at = int(wrong[0])
-            different.append(
+            problems.append(
                 f"rank {rank} differs in {len(wrong)} of its elements, the first at {at}: "
-                f"{others.view(dtype)[at]} against {expected.view(dtype)[at]}"
+                f"{actual.view(dtype)[at]} against {expected.view(dtype)[at]}"
             )
-    if different:
+    if problems:
         raise AssertionError(
-            f"assert_same_on_all_ranks found that {listing(different)}. All ranks must hold what "
-            f"the first holds, a {first}."
+            f"assert_same_on_all_ranks found that {listing(problems)}. All ranks must hold what "
+            f"the first holds, a {first_kind}."
         )

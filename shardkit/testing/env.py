@@ -14,15 +14,8 @@ from torch.utils.collect_env import get_pretty_env_info
 from shardkit._torch import MINIMUM_TORCH, NEWEST_TESTED, torch_version
 
 PACKAGES = (
-    "transformers",
-    "accelerate",
-    "peft",
-    "torchao",
-    "bitsandbytes",
-    "lightning",
-    "triton",
-    "numpy",
-)
+    "transformers", "accelerate", "peft", "torchao", "bitsandbytes", "lightning", "triton", "numpy",
+)  # fmt: skip
 # What torchrun, NCCL, gloo, torch and shardkit read. Of SLURM's only the sizes: others name people
 # and accounts.
 VARIABLES = (
@@ -45,19 +38,16 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """Print shardkit's facts and torch's own report, and return 0. Local."""
-    shardkit, tested = sys.modules["shardkit"], MINIMUM_TORCH <= torch_version() <= NEWEST_TESTED
-    low, high = (".".join(map(str, each)) for each in (MINIMUM_TORCH, NEWEST_TESTED))
+    shardkit = sys.modules["shardkit"]
     print(f"shardkit {shardkit.__version__}, from {shardkit.__path__[0]}")
-    print(
-        f"torch {torch.__version__}, {'' if tested else 'not '}tested (shardkit is tested with "
-        f"{low} to {high})"
-    )
-    print(
-        *sorted(f"{each.name} {each.version}" for each in distributions() if each.name in PACKAGES),
-        sep=", ",
-    )
-    print(
-        *(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(VARIABLES))
-    )
+    is_tested = MINIMUM_TORCH <= torch_version() <= NEWEST_TESTED
+    tested = "tested" if is_tested else "not tested"
+    oldest = ".".join(map(str, MINIMUM_TORCH))
+    newest = ".".join(map(str, NEWEST_TESTED))
+    print(f"torch {torch.__version__}, {tested} (shardkit is tested with {oldest} to {newest})")
+    packages = [f"{p.name} {p.version}" for p in distributions() if p.name in PACKAGES]
+    print(", ".join(sorted(packages)))
+    names = [name for name in sorted(os.environ) if name.startswith(VARIABLES)]
+    print(*(f"{name}={os.environ[name]}" for name in names))
     print(get_pretty_env_info())  # type: ignore[no-untyped-call]
     return 0

@@ -6,9 +6,7 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
-
-# its exit hook waits for children; registered first, it runs after ours
-import multiprocessing.util
+import multiprocessing.util  # its exit hook waits for children; registered first, it runs after ours
 import os
 import pickle
 import shutil
@@ -45,20 +43,15 @@ T = TypeVar("T")
 
 # A fork server has no threads, so its forks are safe where the parent's would not be, and it
 # imports torch once: 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s to spawn 4, on 2
-# cores.
-# macOS's libraries do not survive a fork
+# cores. macOS's libraries do not survive a fork.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 START_LIMIT = 120.0  # seconds to start, and to import what a call needs, which a slow disk delays
-# seconds for the other ranks to report after one has failed, and for a stuck one to write its stack
+# Seconds for the other ranks to report after one has failed, and for a stuck one to write its
+# stack.
 GRACE = 1.0
 STACK_PAUSE = 0.05  # seconds without growth after which a stack file is complete
-# preloading them saves each rank 1 to 3 s
-_OFTEN = {
-    "numpy",
-    "pytest",
-    "hypothesis",
-    "transformers",
-}
+# Preloading them saves each rank 1 to 3 s.
+_OFTEN = {"numpy", "pytest", "hypothesis", "transformers"}
 LAST_LINES = 10  # of the output of a rank that died, in its report
 # Subgroups (a 2-D mesh makes three for each rank) live until the rank ends, because torch caches
 # meshes that refer to them. Each costs threads and file descriptors, so ranks that hold many are
@@ -78,15 +71,19 @@ class RankFailure(ShardkitError):
 
     def __init__(self, name: str, world_size: int, failures: Mapping[int, Failure]) -> None:
         self.failures = dict(failures)
-        titles, sections = [], []
-        # Likely causes first: died, raised, stuck.
-        for each in sorted(dict.fromkeys(failures.values()), key=lambda each: each.kind):
-            ranks = [str(rank) for rank, failure in failures.items() if failure == each]
-            titles.append(f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} {each.title}")
-            sections += [f"--- {titles[-1]} ---\n{each.detail.strip()}"] if each.detail else []
-        super().__init__(
-            "\n\n".join([f"{name}: {'; '.join(titles)} (of {world_size} ranks).", *sections])
-        )
+        ranks_of: dict[Failure, list[str]] = {}
+        for rank, failure in failures.items():
+            ranks_of.setdefault(failure, []).append(str(rank))
+        titles, details = [], []
+        # Likely causes first, which is the order of the alphabet: died, raised, stuck.
+        for failure in sorted(ranks_of, key=lambda failure: failure.kind):
+            ranks = ranks_of[failure]
+            title = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} {failure.title}"
+            titles.append(title)
+            if failure.detail:
+                details.append(f"--- {title} ---\n{failure.detail.strip()}")
+        summary = f"{name}: {'; '.join(titles)} (of {world_size} ranks)."
+        super().__init__("\n\n".join([summary, *details]))
 
     @property
     def skip(self) -> str | None:
@@ -158,13 +155,16 @@ class RankPool:
             for rank in self._ranks:
                 for line in rank.new_lines(printed=True):
                     print(f"[rank {rank.seat.rank}] {line}")
-            if failures := {
-                rank: end for rank, end in enumerate(outcomes) if isinstance(end, Failure)
-            }:
+            failures, returned = {}, []
+            for number, outcome in enumerate(outcomes):
+                if isinstance(outcome, Failure):
+                    failures[number] = outcome
+                else:
+                    returned.append(outcome)
+            if failures:
                 raise RankFailure(call.name, self.world_size, failures)
-            returned = [end for end in outcomes if isinstance(end, Returned)]
-            values = [pickle.loads(each.value) for each in returned]
-            keep = all(0 < each.groups <= MOST_GROUPS for each in returned)
+            values = [pickle.loads(outcome.value) for outcome in returned]
+            keep = all(0 < outcome.groups <= MOST_GROUPS for outcome in returned)
             return values
         finally:
             if not keep:
@@ -174,10 +174,11 @@ class RankPool:
         """End the processes; the next call starts new ones."""
         for rank in self._ranks:
             rank.process.kill()
-        # emptied one by one: a second call may follow one that Ctrl-C interrupted
+        # Emptied one by one, since a second call may follow one that Ctrl-C interrupted.
         while self._ranks:
-            self._ranks[-1].process.join()
-            self._ranks[-1].connection.close()
+            rank = self._ranks[-1]
+            rank.process.join()
+            rank.connection.close()
             self._ranks.pop().process.close()
         shutil.rmtree(self._directory, ignore_errors=True)
         _open_pools.discard(self)
@@ -219,12 +220,10 @@ class _Rank:
         self._printed = 0  # bytes of its output
         seat.output.touch()
         seat.stack.touch()
-        # CUDA does not survive a fork either, and an import may have initialized it.
-        context: Any = multiprocessing.get_context(
-            "spawn" if seat.backend == "nccl" else START_METHOD
-        )
-        # before its server starts; later it has no effect
-        if context.get_start_method() == "forkserver":
+        # CUDA does not survive a fork, and an import may have initialized it.
+        method = "spawn" if seat.backend == "nccl" else START_METHOD
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":  # has an effect only before the server starts
             loaded = [n for n in sys.modules if n in _OFTEN or n.startswith("transformers.")]
             context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *loaded])
         self.connection, theirs = context.Pipe()
@@ -242,21 +241,19 @@ class _Rank:
         except (EOFError, OSError):
             self.process.join(GRACE)
         code = self.process.exitcode  # None if unknown; below 0, the negated signal number
-        how = (
-            f"exited with code {code}"
-            if code is None or code >= 0
-            else f"was killed by {signal.Signals(-code).name}"
-        )
-        return Failure(
-            "died", how, "\n".join([worker.call_stack(self.seat), *self.new_lines()[-LAST_LINES:]])
-        )
+        title = f"exited with code {code}"
+        if code is not None and code < 0:
+            title = f"was killed by {signal.Signals(-code).name}"
+        detail = "\n".join([worker.call_stack(self.seat), *self.new_lines()[-LAST_LINES:]])
+        return Failure("died", title, detail)
 
     def stack(self) -> str:
         """Return its present Python stack, most recent call last; empty if it writes none."""
         with contextlib.suppress(ProcessLookupError):  # it may die meanwhile
             os.kill(self.process.pid, STACK_SIGNAL)
-        deadline, size, before = time.monotonic() + GRACE, 0, -1
-        while time.monotonic() < deadline and not size == before > 0:
+        deadline = time.monotonic() + GRACE
+        size, before = 0, -1
+        while time.monotonic() < deadline and not size == before > 0:  # until it stops growing
             wait([self.process.sentinel], STACK_PAUSE)
             size, before = self.seat.stack.stat().st_size, size
         return worker.call_stack(self.seat)
@@ -264,57 +261,65 @@ class _Rank:
     def new_lines(self, *, printed: bool = False) -> list[str]:
         """Return its output since what was printed."""
         new = self.seat.output.read_bytes()[self._printed :]
-        self._printed += len(new) if printed else 0
+        if printed:
+            self._printed += len(new)
         return new.decode(errors="replace").splitlines()
 
 
 def _outcomes(ranks: list[_Rank], timeout: float) -> list[Returned | Failure]:
-    """Wait for one outcome of every rank, within the time limits."""
+    """Wait for one outcome of every rank, within three limits: to import what the call needs, to
+    run it, and after the first failure.
+    """
     outcomes: dict[_Rank, Returned | Failure] = {}
     loading = set(ranks)
-    late, deadline = (
-        f"did not start and import within {START_LIMIT:g} s",
-        time.monotonic() + START_LIMIT,
-    )
-    failed = False
-    while waiting := [rank for rank in ranks if rank not in outcomes]:
-        handles = {
-            handle: rank for rank in waiting for handle in (rank.connection, rank.process.sentinel)
-        }
-        ready: list[Any] = wait(list(handles), max(0.0, deadline - time.monotonic()))
-        for rank in dict.fromkeys(handles[handle] for handle in ready):
+    has_failed = False
+    late = f"did not start and import within {START_LIMIT:g} s"
+    deadline = time.monotonic() + START_LIMIT
+    while len(outcomes) < len(ranks):
+        waiting = [rank for rank in ranks if rank not in outcomes]
+        rank_of: dict[Any, _Rank] = {}
+        for rank in waiting:
+            rank_of[rank.connection] = rank_of[rank.process.sentinel] = rank
+        ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in waiting:
+                outcomes[rank] = Failure("stuck", late, rank.stack())
+            break
+        for rank in dict.fromkeys(rank_of[handle] for handle in ready):
             news = rank.receive()
             loading.discard(rank)
             if not isinstance(news, str):
                 outcomes[rank] = news
-            if isinstance(news, Failure) and not failed:
-                failed, late = True, f"did not finish within {GRACE:g} s of the first failure"
+            if has_failed:
+                continue
+            if isinstance(news, Failure):
+                has_failed = True
+                late = f"did not finish within {GRACE:g} s of the first failure"
                 deadline = time.monotonic() + GRACE
-            elif news == STARTED and not loading and not failed:
-                late, deadline = f"did not finish within {timeout:g} s", time.monotonic() + timeout
-        if not ready:
-            outcomes |= {rank: Failure("stuck", late, rank.stack()) for rank in waiting}
+            elif news == STARTED and not loading:
+                late = f"did not finish within {timeout:g} s"
+                deadline = time.monotonic() + timeout
     return [outcomes[rank] for rank in ranks]
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return the call as other processes can make it."""
-    module, name = (
-        getattr(function, "__module__", None) or "",
-        getattr(function, "__qualname__", ""),
-    )
-    loaded = sys.modules.get(module)
-    registered = bodies.get(key_of(module, name)) is function
-    if loaded is None or not (registered or attribute(loaded, name) is function):
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    name = getattr(function, "__qualname__", "")
+    if module is None:
         raise _not_found(function)
-    # pytest's name for its helper
-    file, rewritten = (
-        getattr(loaded, "__file__", None),
-        "@pytest_ar" in vars(loaded),
-    )
-    arguments = pickle.dumps((args, kwargs))
+    is_body = bodies.get(key_of(module.__name__, name)) is function
+    if not is_body and attribute(module, name) is not function:
+        raise _not_found(function)
     return Call(
-        loaded.__name__, file, name, rewritten, arguments, sys.path, os.getcwd(), dict(os.environ)
+        module.__name__,
+        getattr(module, "__file__", None),
+        name,
+        "@pytest_ar" in vars(module),  # pytest's name for its helper
+        pickle.dumps((args, kwargs)),
+        sys.path,
+        os.getcwd(),
+        dict(os.environ),
     )
 
 
@@ -356,8 +361,8 @@ def distributed(
 
     def decorate(body: Callable[P, object]) -> Callable[P, None]:
         given = getattr(body, "hypothesis", None)
-        # @given is below: wrap its body instead, so that only this process draws examples
         if given is not None:
+            # @given is below: wrap its body instead, so that only this process draws examples.
             given.inner_test = decorate(given.inner_test)
             return body  # type: ignore[return-value]
         if not isinstance(body, FunctionType) or "<" in body.__qualname__:
@@ -383,7 +388,8 @@ def distributed(
 @functools.cache
 def _session_pool(world_size: int, backend: str | None) -> RankPool:
     gpus = torch.cuda.device_count()
-    backend = backend or ("nccl" if gpus >= world_size else "gloo")
+    if backend is None:
+        backend = "nccl" if gpus >= world_size else "gloo"
     if backend == "nccl" and gpus < world_size:
         raise unittest.SkipTest(
             f"NCCL with {world_size} ranks needs {world_size} GPUs, and there are {gpus}"

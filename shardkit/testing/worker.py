@@ -125,9 +125,10 @@ def _settle(seat: Seat) -> None:
         for descriptor in (1, 2):  # also for C++ libraries
             os.dup2(output.fileno(), descriptor)
     # Line by line, so that the output of a rank that dies is kept.
-    sys.stdout, sys.stderr = (open(to, "w", 1, "utf-8", "replace", closefd=False) for to in (1, 2))  # noqa: SIM115
+    sys.stdout = open(1, "w", 1, "utf-8", "replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, "utf-8", "replace", closefd=False)  # noqa: SIM115
     stack = open(seat.stack, "w")  # noqa: SIM115  # never closed: faulthandler keeps writing to it
-    # of the main thread, which gets signals
+    # Of the main thread, which gets signals.
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     faulthandler.enable(file=stack, all_threads=False)
     threading.Thread(target=_exit_with_parent, args=(seat.directory,), daemon=True).start()
@@ -166,8 +167,7 @@ def _answer(
     try:
         _follow(call, seat)
         function = _find(call)
-        # imported objects stay, so that collecting after the call need not look at them
-        gc.freeze()
+        gc.freeze()  # imported objects stay: collecting after the call need not look at them
         args, kwargs = pickle.loads(call.arguments)
         torch.manual_seed(0)
         random.seed(0)
@@ -186,31 +186,24 @@ def _follow(call: Call, seat: Seat) -> None:
     """
     sys.path[:] = call.path
     os.chdir(call.directory)
-    rank, size = str(seat.rank), str(seat.world_size)  # as torchrun sets them
-    wanted = call.environment | {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-    }
-    # never emptied: threads of libraries may read it meanwhile
+    wanted = dict(call.environment)
+    wanted["RANK"] = wanted["LOCAL_RANK"] = str(seat.rank)  # as torchrun sets them
+    wanted["WORLD_SIZE"] = wanted["LOCAL_WORLD_SIZE"] = str(seat.world_size)
+    # Never emptied, and written only where it differs: threads of libraries may read it meanwhile.
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
-    os.environ.update(
-        {name: value for name, value in wanted.items() if os.environ.get(name) != value}
-    )
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _raised(error: BaseException) -> Failure:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    text, name = (
-        "".join(traceback.format_exception(type(error), error, frames)),
-        type(error).__name__,
-    )
-    # by name: ranks may lack pytest
-    skips = name == "Skipped" or isinstance(error, unittest.SkipTest)
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    name = type(error).__name__
+    skips = name == "Skipped" or isinstance(error, unittest.SkipTest)  # ranks may lack pytest
     return Failure("raised", f"raised {name}", text, str(error) if skips else None)
 
 
@@ -223,32 +216,31 @@ def key_of(module: str, name: str) -> tuple[str, str]:
 
 def attribute(module: ModuleType, name: str) -> Any:
     """Return the object of that qualified name, or None."""
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _find(call: Call) -> Callable[..., Any]:
     """Import the module of a call and return its function."""
     module = sys.modules.get(call.module)
-    if module is None or (
-        call.module != "__main__" and getattr(module, "__file__", None) != call.file
-    ):
+    is_main = call.module == "__main__"
+    if module is None or (not is_main and getattr(module, "__file__", None) != call.file):
         module = _imported(call)
-    found = bodies.get(key_of(call.module, call.name)) or attribute(module, call.name)
-    if found is None:
+    function = bodies.get(key_of(call.module, call.name)) or attribute(module, call.name)
+    if function is None:
         raise ShardkitError(
             f"{call.module}.{call.name} is not found in {call.file}. Ranks import the module and "
             "look the function up by name. Define it where importing defines it."
         )
-    return found
+    return function
 
 
 def _imported(call: Call) -> ModuleType:
     hook: Any = None
     if call.rewritten:
-        # not public; without it asserts only say less
+        # Not public; without it asserts only say less.
         with suppress(ImportError, AttributeError, TypeError):
             hook = _assertion_hook()
             hook.mark_rewrite(call.module)
@@ -274,17 +266,19 @@ def _assertion_hook() -> Any:
     from _pytest.assertion import install_importhook, rewrite
     from _pytest.config import get_config
 
-    known = (each for each in sys.meta_path if isinstance(each, rewrite.AssertionRewritingHook))
-    return next(known, None) or install_importhook(get_config())
+    for finder in sys.meta_path:
+        if isinstance(finder, rewrite.AssertionRewritingHook):
+            return finder
+    return install_importhook(get_config())
 
 
 def call_stack(seat: Seat) -> str:
     """Return the call's frames in faulthandler's dump, most recent last, without the worker's."""
     dump = seat.stack.read_text()
-    frames = [line for line in dump.splitlines() if line.startswith("  File")]
-    ours = [number for number, frame in enumerate(frames) if __file__ in frame]
-    return (
-        "\n".join(["Stack (most recent call last):", *reversed(frames[: ours[0]])])
-        if ours
-        else dump
-    )
+    frames = []
+    for line in dump.splitlines():
+        if line.startswith("  File"):
+            if __file__ in line:
+                return "\n".join(["Stack (most recent call last):", *reversed(frames)])
+            frames.append(line)
+    return dump

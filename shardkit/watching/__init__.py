@@ -1,3 +1,3 @@
 """Find where ranks differ while they run."""
 
-from shardkit.watching.watch import watch as watch
+from shardkit.watching.watcher import watch as watch

@@ -7,14 +7,13 @@ from __future__ import annotations
 import functools
 import linecache
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-
-from shardkit.errors import message
 
 Call: TypeAlias = Any  # (what is called, the line of the user's code); a list once it was JSON
 Record: TypeAlias = Mapping[str, Any]  # what a rank publishes of itself
@@ -25,27 +24,23 @@ def tail(count: int, calls: Sequence[Call]) -> dict[str, Any]:
     """Return the part of a record for the last of ``count`` calls; most are those of the step
     before again.
     """
-    index = {call: number for number, call in enumerate(dict.fromkeys(calls))}
+    texts = dict.fromkeys(calls)
+    index = {call: number for number, call in enumerate(texts)}
     return {
         "first": count - len(calls) + 1,
-        "texts": list(index),
+        "texts": list(texts),
         "calls": [index[call] for call in calls],
     }
 
 
 def calls_of(record: Record) -> dict[int, Call]:
     """Return the published calls by their numbers, from 1."""
-    return {
-        record["first"] + place: record["texts"][index]
-        for place, index in enumerate(record["calls"])
-    }
+    numbered = enumerate(record["calls"], record["first"])
+    return {number: record["texts"][index] for number, index in numbered}
 
 
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_LIBRARIES = (
-    "<",
-    *(str(path) for path in (*_PATHS, Path(torch.__file__).parent, Path(__file__).parents[1])),
-)
+_LIBRARIES = ("<", *_PATHS, str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @functools.cache
@@ -60,24 +55,26 @@ def line_of(where: FrameType | TracebackType | None) -> str:
     As ``model.py:8: x = layer(x), from train.py:20``, with at most two callers; empty if there is
     none.
     """
-    lines: list[tuple[str, int]] = []
-    while where is not None:
-        frame, number = (
-            (where.tb_frame, where.tb_lineno) if isinstance(where, TracebackType) else (where, 0)
-        )
-        if _is_users(frame.f_code.co_filename):
-            lines.append((frame.f_code.co_filename, number or frame.f_lineno))
-        where = where.tb_next if isinstance(where, TracebackType) else where.f_back
-        if number == 0 and len(lines) == 3:
-            break
-    return _text(tuple(lines[:-4:-1] if number else lines)) if lines else ""
+    lines: list[tuple[str, int]] = []  # innermost first
+    if isinstance(where, TracebackType):
+        for frame, number in traceback.walk_tb(where):
+            if _is_users(frame.f_code.co_filename):
+                lines.insert(0, (frame.f_code.co_filename, number))
+    else:
+        while where is not None and len(lines) < 3:
+            if _is_users(where.f_code.co_filename):
+                lines.append((where.f_code.co_filename, where.f_lineno))
+            where = where.f_back
+    return _text(tuple(lines[:3])) if lines else ""
 
 
 @functools.lru_cache(4096)
 def _text(lines: tuple[tuple[str, int], ...]) -> str:
     places = [f"{Path(file).name}:{number}" for file, number in lines]
     code = linecache.getline(*lines[0]).strip()
-    return ", from ".join([": ".join(filter(None, [places[0], code])), *places[1:]])
+    if code:
+        places[0] += f": {code}"
+    return ", from ".join(places)
 
 
 class Difference(NamedTuple):
@@ -96,15 +93,16 @@ class Difference(NamedTuple):
 
 def first_difference(records: Mapping[int, Record]) -> Difference | None:
     """Return the first difference among the published calls, if there is one."""
-    made = {rank: calls_of(record) for rank, record in records.items()}
     start, end = 1, 0
-    for calls in made.values():
-        start = max(start, min(calls, default=1))
-        end = max(end, max(calls, default=0))
+    published = {}
+    for rank, record in records.items():
+        published[rank] = calls_of(record)
+        start = max(start, min(published[rank], default=1))
+        end = max(end, max(published[rank], default=0))
     for number in range(start, end + 1):
-        here = {rank: calls.get(number) for rank, calls in made.items()}
-        if len({call and call[0] for call in here.values()}) > 1:
-            return Difference(number, here)
+        calls = {rank: numbered.get(number) for rank, numbered in published.items()}
+        if len({call and call[0] for call in calls.values()}) > 1:
+            return Difference(number, calls)
     return None
 
 
@@ -122,58 +120,57 @@ class Seen(NamedTuple):
 
 
 def compose(seen: Mapping[int, Seen], difference: Difference | None) -> str:
-    """Return the report: a sentence in the form of errors, and a line for each group of all ranks.
+    """Return the report: a sentence in the form of errors, and a line for each group of ranks.
     Pure.
     """
-    calls = difference.calls if difference else {}
-    idle = max(each.idle for each in seen.values())
-    problems = [
-        f"{named(ranks)} {gone}"
-        for gone, ranks in _grouped(seen, lambda rank: seen[rank].gone)
-        if gone
-    ]
+    idle = max(other.idle for other in seen.values())
+    problems = []
+    for gone, ranks in _groups({rank: other.gone for rank, other in seen.items()}):
+        if gone:
+            problems.append(f"{named(ranks)} {gone}")
     if difference is not None and difference.is_certain:
-        made = _grouped(calls, lambda rank: (calls[rank] or [""])[0])
-        each = ", ".join(f"{call} on {named(ranks)}" for call, ranks in made if call)
-        problems.append(f"ranks differ in call {difference.number}: {each}")
+        texts = {rank: call[0] if call else "" for rank, call in difference.calls.items()}
+        calls = [f"{text} on {named(ranks)}" for text, ranks in _groups(texts) if text]
+        problems.append(f"ranks differ in call {difference.number}: {', '.join(calls)}")
     elif difference is not None and not problems:
-        late = [rank for rank, call in calls.items() if call is None]
+        late = [rank for rank, call in difference.calls.items() if call is None]
         problems.append(f"{named(late)} did not make call {difference.number} within {idle:.0f} s")
     elif not problems:
         problems.append(
             f"no rank has made a call for {idle:.0f} s; until then all made the same calls"
         )
-    rule = "Every rank must make the same calls in the same order, with the same arguments"
-    fix = "Compare the code lines of the ranks below; docs/troubleshooting.md lists usual causes"
-    rows = _grouped(
-        seen, lambda rank: _row(seen[rank], calls.get(rank), difference.number if difference else 0)
-    )
-    return "\n".join(
-        [
-            message("watch:", "; ".join(problems), rule, fix),
-            *(f"- {named(r)}: {row}" for row, r in rows),
-        ]
-    )
+    lines = [
+        f"watch: {'; '.join(problems)}. Every rank must make the same calls in the same order, "
+        "with the same arguments. Compare the code lines of the ranks below; "
+        "docs/troubleshooting.md lists usual causes."
+    ]
+    rows = {rank: _row(other, rank, difference) for rank, other in seen.items()}
+    lines += [f"- {named(ranks)}: {row}" for row, ranks in _groups(rows)]
+    return "\n".join(lines)
 
 
-def _row(seen: Seen, call: Call | None, number: int) -> str:
+def _row(seen: Seen, rank: int, difference: Difference | None) -> str:
     """Return the call that differs and its line, or the last call; then where the rank is, if
     elsewhere.
     """
-    last, made = max(calls_of(seen.record).items(), default=(0, ("none", "")))
-    parts = [*call] if call else [f"last {'known ' * bool(seen.gone)}call: {made[0]}"]
-    parts += [f"now at {made[0]}"] if call and last != number else []
-    return "; ".join(
-        dict.fromkeys(
-            filter(None, [seen.gone, *parts, seen.record.get("error"), seen.record["line"]])
-        )
-    )
+    number, last = max(calls_of(seen.record).items(), default=(0, ("none", "")))
+    call = difference.calls.get(rank) if difference else None
+    parts = [seen.gone]
+    if difference is not None and call is not None:
+        parts += call
+        if number != difference.number:
+            parts.append(f"now at {last[0]}")
+    else:
+        parts.append(f"last {'known ' if seen.gone else ''}call: {last[0]}")
+    parts += [seen.record.get("error"), seen.record["line"]]
+    return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
-def _grouped(ranks: Iterable[int], key: Callable[[int], str]) -> list[tuple[str, list[int]]]:
+def _groups(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Return the ranks that have the same text, in the order of the first of them."""
     groups: dict[str, list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(key(rank), []).append(rank)
+    for rank, text in texts.items():
+        groups.setdefault(text, []).append(rank)
     return list(groups.items())
 
 
@@ -185,5 +182,5 @@ def named(ranks: list[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(texts)}"

@@ -1,15 +1,14 @@
 """Ranks that disagree, and ranks that are lost, are named with the call and the line."""
 
-import importlib
 import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import disagreements
 import pytest
 import torch
 import torch.distributed as dist
+from disagreeing_ranks import WORLD, is_named, run
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -19,53 +18,52 @@ from shardkit.apply.mesh import build_mesh
 from shardkit.plan import MeshSpec
 from shardkit.ranks import listeners, note
 from shardkit.testing import distributed, fake_world
-from shardkit.watching import watch
+from shardkit.watching import watch, watcher
 from shardkit.watching.calls import NOTHING, Seen, compose, first_difference, named, tail
-from shardkit.watching.watch import watch_script
+from shardkit.watching.watcher import watch_script
 
 # --- On ranks -------------------------------------------------------------------------------------
 
 
-KINDS = [
-    "clips to less",
-    "raises",
-    "is late",
-    "is killed",
-    "is late, then is killed",
-    "first is stopped",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "clips to less",
+        "raises",
+        "is late",
+        "is killed",
+        "is late, then is killed",
+        "first is stopped",
+    ],
+)
 def test_a_disagreement_is_named(kind, tmp_path):
-    outcome = disagreements.run(kind, tmp_path)
-    assert disagreements.is_named(kind, outcome.report), outcome.output
+    outcome = run(kind, tmp_path)
+    assert is_named(kind, outcome.report), outcome.output
 
 
 def test_a_script_is_watched_without_changes(tmp_path):
-    outcome = disagreements.run("skips a unit", tmp_path, how="script", mesh=(2, 2))
-    assert disagreements.is_named("skips a unit", outcome.report), outcome.output
+    outcome = run("skips a unit", tmp_path, how="script", mesh=(2, 2))
+    assert is_named("skips a unit", outcome.report), outcome.output
     shown = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     assert re.sub(r"\d+", "N", outcome.report.splitlines()[0]) in re.sub(r"\d+", "N", shown)
 
 
 def test_ranks_that_do_not_wait_are_named_too(tmp_path):
-    outcome = disagreements.run("skips a unit", tmp_path, how="gpu")
-    assert disagreements.is_named("skips a unit", outcome.report), outcome.output
+    outcome = run("skips a unit", tmp_path, how="gpu")
+    assert is_named("skips a unit", outcome.report), outcome.output
 
 
 def test_one_rank_reports_before_gloo_aborts_a_rank(tmp_path):
-    outcome = disagreements.run("skips a smaller unit", tmp_path, after=5.0, how="wait")
-    assert disagreements.is_named("skips a smaller unit", outcome.report), outcome.output
+    outcome = run("skips a smaller unit", tmp_path, after=5.0, how="wait")
+    assert is_named("skips a smaller unit", outcome.report), outcome.output
     assert len(outcome.logged) == 1, outcome.output
 
 
 def test_all_ranks_end_with_the_report(tmp_path):
-    outcome = disagreements.run("clips to less", tmp_path, after=4.0, how="end")
-    assert disagreements.is_named("clips to less", outcome.report), outcome.output
-    assert [outcome.logged[0] in each for each in outcome.output] == [True] * disagreements.WORLD, (
-        outcome.output
-    )
+    outcome = run("clips to less", tmp_path, after=4.0, how="end")
+    assert is_named("clips to less", outcome.report), outcome.output
+    reported = [outcome.logged[0] in output for output in outcome.output]
+    assert reported == [True] * WORLD, outcome.output
 
 
 @distributed(world_size=2)
@@ -76,11 +74,10 @@ def test_ranks_that_agree_are_not_reported():
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
         calls = calls_of(listeners[0].__self__)
-    gathers, reduces = (
-        [f"{operation} of {i}" for i in (0, 1)] for operation in ("all-gather", "reduce-scatter")
-    )
+    forward = ["all-gather of 0", "all-gather of 1"]
+    backward = ["all-gather of 1", "all-gather of 0", "reduce-scatter of 1", "reduce-scatter of 0"]
     assert nothing is None
-    assert calls == 3 * [*gathers, *gathers[::-1], *reduces[::-1]]
+    assert calls == 3 * (forward + backward)
     assert listeners == []
     assert [vars(unit)["_all_gather_comm"] for unit in shardkit._fsdp.fsdp_units(model)] == before
 
@@ -112,13 +109,10 @@ def calls_of(watching):
 
 @distributed(world_size=2)
 def test_a_rank_whose_process_group_is_destroyed_has_left():
-    model, running = (
-        shard_model(nn.Linear(4, 4)),
-        importlib.import_module("shardkit.watching.watch"),
-    )
+    model = shard_model(nn.Linear(4, 4))
     with watch(model, after=1.0), pytest.MonkeyPatch.context() as patch:
         own = listeners[0].__self__
-        patch.setattr(running, "dist", SimpleNamespace(is_initialized=lambda: False))
+        patch.setattr(watcher, "dist", SimpleNamespace(is_initialized=lambda: False))
         assert own._gone.wait(10.0)
         assert own.peek(dist.get_rank()).record["left"]
 
@@ -143,9 +137,10 @@ def test_watches_of_other_teams_and_tensor_parallel_models_run_at_once():
         assert calls.count("all-gather of model 1: (root)") == len(calls_of(stage)) / 2 == 2
         assert "reduce-scatter of 0" in calls
         note("global_token_count" if rank == 3 else "full_state_dict")
-        for each in (stage, both):
+        for own in (stage, both):
             for _ in range(3):
-                each._poll(), dist.barrier()
+                own._poll()
+                dist.barrier()
         assert ("ranks differ in call 5" in stage.report) == (rank % 2 == 1)
         assert both.report == ""  # calls of shardkit itself concern the smaller team
 
@@ -170,11 +165,8 @@ def test_what_cannot_be_watched():
 
 
 def made(*calls, **rest):
-    return (
-        NOTHING
-        | tail(len(calls), [(call, f"a.py:{number}") for number, call in enumerate(calls, 1)])
-        | rest
-    )
+    with_lines = [(call, f"a.py:{number}") for number, call in enumerate(calls, 1)]
+    return NOTHING | tail(len(calls), with_lines) | rest
 
 
 def test_the_first_difference_is_found_with_the_lines_of_its_calls():
@@ -188,10 +180,8 @@ def test_the_first_difference_is_found_with_the_lines_of_its_calls():
     assert difference.is_certain
     assert first_difference({0: records[0], 1: records[0]}) is None
     assert not first_difference({0: records[0], 2: records[2]}).is_certain
-    rows = compose(
-        {rank: Seen(record) for rank, record in records.items()}, difference
-    ).splitlines()[1:]
-    assert rows == [
+    report = compose({rank: Seen(record) for rank, record in records.items()}, difference)
+    assert report.splitlines()[1:] == [
         "- rank 0: b; a.py:2; now at c; now",
         "- rank 1: c; a.py:2; now",
         "- rank 2: last call: a; now",

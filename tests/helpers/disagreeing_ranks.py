@@ -1,6 +1,4 @@
-"""A training loop in which one rank does something else, by kind, and what ``watch`` must say of
-it.
-"""
+"""A training loop in which one rank does something else, and what ``watch`` must say of it."""
 
 from __future__ import annotations
 
@@ -25,51 +23,50 @@ from shardkit import accumulate, by_name, clip_grad_norm_, shard_model
 from shardkit.apply.mesh import build_mesh
 from shardkit.plan import MeshSpec
 from shardkit.watching import watch
-from shardkit.watching.watch import _Watch
+from shardkit.watching.watcher import Watcher
 
-WORLD, ODD, STEP = 4, 1, 3  # rank ODD disagrees in step STEP
+WORLD = 4
+STEP = 3  # in which one rank disagrees
 
 
-class Kind(NamedTuple):
-    """A disagreement: what the report's first line and the odd rank's own line must say."""
+class Expected(NamedTuple):
+    """What the report's first line, and the line of the rank that disagrees, must match."""
 
     problem: str
     row: str = ""
-    odd: int = ODD
+    rank: int = 1  # that disagrees
 
 
-def call(others: str, rank_1: str) -> str:
-    """The sentence of a call that all four ranks made, in the order of ranks."""
+def differ(others: str, rank_1: str) -> str:
+    """The sentence about a call that all four ranks made."""
     return rf"ranks differ in call \d+: {others} on ranks 0, 2-3, {rank_1} on rank 1\. "
 
 
-def gather(others: str, rank_1: str) -> str:
-    return call(f"all-gather of {others}", f"all-gather of {rank_1}")
-
-
 SILENT = r"silent for \d+ s; last known call: "
-KINDS = {
-    "skips a unit": Kind(
-        gather("tower", r"layers\.2"), r"all-gather of layers\.2; .*py:\d+: x = layer\(x\), from"
+EXPECTED = {
+    "skips a unit": Expected(
+        differ("all-gather of tower", r"all-gather of layers\.2"),
+        r"all-gather of layers\.2; .*py:\d+: x = layer\(x\), from",
     ),
-    "skips a smaller unit": Kind(
-        gather("narrow", "wide"), r"all-gather of wide; .*py:\d+: x = x \+ self\.wide"
+    "skips a smaller unit": Expected(
+        differ("all-gather of narrow", "all-gather of wide"),
+        r"all-gather of wide; .*py:\d+: x = x \+ self\.wide",
     ),
-    "clips to less": Kind(
-        call(r"clip_grad_norm_\(max_norm=1\.0.*\)", r"clip_grad_norm_\(max_norm=0\.5.*\)"),
-        r"0\.5 if bad",
+    "clips to less": Expected(
+        differ(r"clip_grad_norm_\(max_norm=1\.0.*\)", r"clip_grad_norm_\(max_norm=0\.5.*\)"),
+        r"0\.5 if disagrees",
     ),
-    "raises": Kind(
-        call(r"accumulate\(last=True.*\)", "raised ValueError"),
+    "raises": Expected(
+        differ(r"accumulate\(last=True.*\)", "raised ValueError"),
         "ValueError: bad sample; .*# raises",
     ),
-    "is late": Kind(
+    "is late": Expected(
         r"rank 1 did not make call \d+ within \d+ s",
         r"last call: reduce-scatter of layers\.0; .*time\.sleep",
     ),
-    "is killed": Kind("rank 1 silent for", SILENT),
-    "is late, then is killed": Kind("rank 1 silent for", SILENT),
-    "first is stopped": Kind("rank 0 silent for", SILENT, odd=0),
+    "is killed": Expected("rank 1 silent for", SILENT),
+    "is late, then is killed": Expected("rank 1 silent for", SILENT),
+    "first is stopped": Expected("rank 0 silent for", SILENT, rank=0),
 }
 
 
@@ -87,11 +84,12 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, kind: str = "") -> torch.Tensor:
         for i, layer in enumerate(self.layers):
             x = layer(x)
-            if i == 1 and kind != "skips a smaller unit":
+            if i != 1:
+                continue
+            if kind != "skips a smaller unit":
                 x = x + self.narrow(x).mean()
-            if i == 1:
-                x = x + self.wide(x).mean()
-            if i == 1 and kind != "skips a unit":
+            x = x + self.wide(x).mean()
+            if kind != "skips a unit":
                 x = x + self.tower(x)
         return x
 
@@ -128,7 +126,7 @@ def rank_of(
     )
     torch.manual_seed(0)
     if how == "gpu":  # where calls are compared later
-        _Watch._ask = lambda *_: None
+        Watcher._ask = lambda *_: None
     if how == "script":
         os.environ["SHARDKIT_WATCH"] = str(after)
     spec = MeshSpec.hybrid(*mesh) if len(mesh) == 2 else MeshSpec.sharded(*mesh)
@@ -147,10 +145,10 @@ def rank_of(
 def train(model: nn.Module, kind: str, rank: int, steps: int) -> None:
     """Train, until this rank disagrees or longer."""
     for number in range(steps):
-        bad = number == STEP and rank == KINDS[kind].odd
+        disagrees = number == STEP and rank == EXPECTED[kind].rank
         if kind == "clips to less":
-            clip_grad_norm_(model, 0.5 if bad else 1.0)
-        step(model, kind if bad else "")
+            clip_grad_norm_(model, 0.5 if disagrees else 1.0)
+        step(model, kind if disagrees else "")
         time.sleep(0.02)
 
 
@@ -169,39 +167,36 @@ def run(
     60 s.
     """
     context = get_context("forkserver")  # of forks.serve, which has imported torch
-    args = [(kind, rank, folder, after, how, mesh) for rank in range(WORLD)]
-    ranks = [context.Process(target=rank_of, args=each) for each in args]
-    for each in ranks:
-        each.start()
+    ranks = []
+    for rank in range(WORLD):
+        arguments = (kind, rank, folder, after, how, mesh)
+        ranks.append(context.Process(target=rank_of, args=arguments))
+        ranks[-1].start()
     until = time.monotonic() + 60
-    while time.monotonic() < until and any(each.is_alive() for each in ranks):
+    while time.monotonic() < until and any(rank.is_alive() for rank in ranks):
         if how in ("with", "script", "gpu") and is_named(kind, read(folder).report):
             break
         time.sleep(0.05)
-    for each in ranks:
-        each.kill()
-        each.join()
+    for rank in ranks:
+        rank.kill()
+        rank.join()
     return read(folder)
 
 
 def read(folder: Path) -> Outcome:
     """Read what the ranks wrote."""
-    output = [
-        file.read_text() if (file := folder / str(rank)).exists() else "" for rank in range(WORLD)
-    ]
+    files = [folder / str(rank) for rank in range(WORLD)]
+    output = [file.read_text() if file.exists() else "" for file in files]
     reports = re.findall(r"^\d+\.\d+ (watch: .*(?:\n- .*)*)", "\n".join(output), re.MULTILINE)
     # On a busy machine ranks may also be late before the disagreement.
-    return Outcome(
-        reports[-1] if reports else "", output, [text.splitlines()[0] for text in reports]
-    )
+    last = reports[-1] if reports else ""
+    return Outcome(last, output, [report.splitlines()[0] for report in reports])
 
 
 def is_named(kind: str, report: str) -> bool:
     """Whether the report names the rank and the unit or call."""
-    first, *rows = report.splitlines() or [""]
-    odd = [row for row in rows if re.match(rf"- rank {KINDS[kind].odd}: ", row)]
-    return (
-        bool(re.search(KINDS[kind].problem, first))
-        and bool(odd)
-        and bool(re.search(KINDS[kind].row, odd[0]))
-    )
+    expected = EXPECTED[kind]
+    row = re.search(rf"^- rank {expected.rank}: (.*)", report, re.MULTILINE)
+    if row is None or not re.search(expected.row, row[1]):
+        return False
+    return re.search(expected.problem, report.splitlines()[0]) is not None

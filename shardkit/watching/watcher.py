@@ -43,9 +43,10 @@ logger = logging.getLogger("shardkit")
 
 TAIL = 1024  # calls that a rank publishes, the last ones
 _STORE = "the store of the process group"
-# watches of this process so far, by team: by these numbers ranks find each other's
+_running: list[Watcher] = []
+# How many watches this process has entered, by their ranks: the number is part of the store's key,
+# so that the watches of the ranks find each other.
 _entered = Counter[int]()
-_running: list[_Watch] = []
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def watch(*models: nn.Module, after: float = 30.0, end: bool = False) -> Iterato
     """Report which rank is in another call, and its line of code, when ranks disagree or one of
     them is lost.
 
-    Each rank notes the units that it gathers and reduces, and shardkit's own collective calls with
+    Each rank notes the units that it all-gathers and reduces, and shardkit's own collective calls with
     their arguments. A thread publishes them in the store of the process group. One rank compares
     them and logs one error with the first call in which ranks differ, the line of the user's code
     that made it on each rank, and the ranks that are silent: as soon as calls differ, also if
@@ -105,7 +106,7 @@ def watch_script(model: nn.Module, setting: str) -> None:
         atexit.register(lambda: watching.leave(getattr(sys, "last_value", None)))
 
 
-def _start(models: Sequence[nn.Module], after: float, end: bool) -> _Watch | None:
+def _start(models: Sequence[nn.Module], after: float, end: bool) -> Watcher | None:
     """Start to watch; None in a world of one rank or of the fake backend. Local."""
     for model in models:
         check_module(model)
@@ -113,54 +114,59 @@ def _start(models: Sequence[nn.Module], after: float, end: bool) -> _Watch | Non
         raise ShardkitError(f"after must be a positive number, got {after!r}. Pass after=30.")
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
-    params = [param for model in models for _, param in named_sharded_parameters(model)]
-    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
+    meshes = set()
+    for model in models:
+        for _, param in named_sharded_parameters(model):
+            if isinstance(param, DTensor):
+                meshes.add(param.device_mesh)
     ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
     on_cpu = any(mesh.device_type == "cpu" for mesh in meshes)
-    return _Watch(models, ranks, after, end, asks=on_cpu) if len(ranks) > 1 else None
+    return Watcher(models, ranks, after, end, asks=on_cpu) if len(ranks) > 1 else None
 
 
 def _is_of_communication(error: BaseException | None) -> bool:
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
-    )
+    if isinstance(error, dist.DistError):
+        return True
+    names = ("gloo", "NCCL", "ProcessGroup")
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in names)
 
 
-class _Watch:
+class Watcher:
+    """One watch on this rank: notes its calls, and runs the thread that compares them."""
+
     def __init__(
         self, models: Sequence[nn.Module], ranks: list[int], after: float, end: bool, asks: bool
     ) -> None:
-        self.ranks, self.report = ranks, ""
-        self._rank, self._after, self._ends, self._asks = dist.get_rank(), after, end, asks
-        # in each the first rank reads all records
+        self.ranks = ranks  # all that are watched
+        self.report = ""  # what was reported last
+        self.count = 0  # calls so far
+        self._rank = dist.get_rank()
+        self._after = after
+        self._ends = end
+        self._asks = asks  # whether each call is compared before it is made
+        # The first rank reads all records in each period.
         self._period = min(max(1.0, len(ranks) / 256), after / 5)
         team = zlib.crc32(repr(ranks).encode())
         _entered[team] += 1
         self._store = store_of_its_own(f"shardkit_watch_{team}_{_entered[team]}")
-        self._user_thread, self._lock = threading.get_ident(), threading.Lock()
-        self.count, self._moved, self._calls = 0, time.monotonic(), deque[Call](maxlen=TAIL)
+        self._user_thread = threading.get_ident()
+        self._lock = threading.Lock()  # of the count, the calls, and the time of the last one
+        self._calls = deque[Call](maxlen=TAIL)
+        now = self._last_call = time.monotonic()
         self._state: dict[str, Any] = {}  # "line", "error", "failed": what is known of the end
-        self._known: dict[int, tuple[Record, float]] = dict.fromkeys(
-            ranks, (NOTHING, time.monotonic())
-        )
-        # since there is something to report; what was reported last
-        self._polls, self._reported = (
-            0,
-            "",
-        )
-        self._left, self._gone, self._settled = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
+        # What is known of each rank, and since when.
+        self._known: dict[int, tuple[Record, float]] = dict.fromkeys(ranks, (NOTHING, now))
+        self._polls = 0  # since there is something new to report
+        self._reported = ""  # the state of the ranks at the last report
+        self._left = threading.Event()  # this rank has left the watch
+        self._gone = threading.Event()  # the thread has ended
+        self._settled = threading.Event()  # the report is final
         self._undo = []
         for number, model in enumerate(models):
             names = {module: name or "(root)" for name, module in model.named_modules()}
+            prefix = f"model {number}: " if number else ""
             for unit in fsdp_units(model):
-                name = (f"model {number}: " if number else "") + ", ".join(
-                    names[module] for module in unit.modules
-                )
+                name = prefix + ", ".join(names[module] for module in unit.modules)
                 self._undo.append(observe_collectives(unit, partial(self._note_unit, name)))
         listeners.append(self._note_own)
         _running.append(self)
@@ -172,9 +178,8 @@ class _Watch:
         self._note(f"{operation} of {name}")
 
     def _note_own(self, call: str) -> None:
-        # All ranks of a smaller team make a call that concerns a larger one, but not the other way
-        # around.
-        if len(self.ranks) == min(len(each.ranks) for each in _running):
+        # A call concerns the watch of the fewest ranks: all of them make it, and others may not.
+        if len(self.ranks) == min(len(watcher.ranks) for watcher in _running):
             self._note(call)
 
     def _note(self, call: str) -> None:
@@ -187,7 +192,8 @@ class _Watch:
 
     def _add(self, call: str, line: str) -> None:
         with self._lock:
-            self.count, self._moved = self.count + 1, time.monotonic()
+            self.count += 1
+            self._last_call = time.monotonic()
             self._calls.append((call, line))
 
     def _ask(self, call: str) -> None:
@@ -215,11 +221,12 @@ class _Watch:
         if _is_of_communication(error):
             self._state["failed"] = True  # as other ranks: one of them has more to say
             self._gone.wait(5 * self._period + 2.0)
-        elif error is None or not self.report:
-            self._state["error"] = "" if error is None else f"{type(error).__name__}: {error}"[:200]
-            self._add(
-                "the end of the watch" if error is None else f"raised {type(error).__name__}", ""
-            )
+        elif error is None:
+            self._add("the end of the watch", "")
+        elif not self.report:
+            name = type(error).__name__
+            self._state["error"] = f"{name}: {error}"[:200]
+            self._add(f"raised {name}", "")
         self._left.set()
         self._gone.wait(2.0)
 
@@ -228,31 +235,25 @@ class _Watch:
     def _run(self) -> None:
         left = False
         while not left and not (self._state.get("failed") and self._settled.is_set()):
-            # A rank whose process group is destroyed communicates no more; the others must not miss
-            # it.
-            left, patience = (
-                self._left.wait(self._period) or not dist.is_initialized(),
-                2 * self._period + 1.0,
-            )
-            # A host that is lost closes no connection, and the store of its process would be waited
-            # for.
-            stuck = threading.Timer(
-                max(self._after, 5.0), self._exit, [f"watch: {_STORE} does not answer"]
-            )
+            # A rank whose process group is destroyed communicates no more: the others must know.
+            left = self._left.wait(self._period) or not dist.is_initialized()
+            # A host that is lost closes no connection, so its store would be waited for.
+            no_answer = [f"watch: {_STORE} does not answer"]
+            stuck = threading.Timer(max(self._after, 5.0), self._exit, no_answer)
             stuck.daemon = True
             stuck.start()
+            patience = 2 * self._period + 1.0
             try:
                 self._poll(left)
             except (RuntimeError, OSError):
                 if not self._ends:
                     logger.warning(f"watch: ended, since the process that holds {_STORE} has")
                     break
-                self.report, patience = (
-                    self.report or f"watch: the process that holds {_STORE} has ended",
-                    self._after,
-                )
+                self.report = self.report or f"watch: the process that holds {_STORE} has ended"
+                patience = self._after
             finally:
                 stuck.cancel()
+            # The next call raises the report; a rank that waits in a collective makes none.
             if self.report and not left and self._ends and not self._left.wait(patience):
                 self._exit(self.report)
         self._gone.set()
@@ -263,26 +264,31 @@ class _Watch:
             os._exit(1)
 
     def _poll(self, left: bool = False) -> None:
-        """Publish this rank's record, hear a report, and compare on the first rank that has not
-        left or gone.
+        """Publish this rank's record and hear a report; the first rank that has neither left nor
+        gone compares all.
         """
         with self._lock:
-            calls, idle = tail(self.count, list(self._calls)), time.monotonic() - self._moved
-        now = {"idle": idle, "beat": time.time_ns(), "left": left, "line": self._line()}
-        record = calls | now | self._state
+            record = tail(self.count, list(self._calls))
+            idle = time.monotonic() - self._last_call
+        record |= {"idle": idle, "beat": time.time_ns(), "left": left, "line": self._line()}
+        record |= self._state
         self._write(f"{self._rank} calls", record)
-        before = self.ranks[: self.ranks.index(self._rank)]
-        first = next(
-            (r for r in before if not (seen := self.peek(r)).record["left"] and not seen.gone),
-            self._rank,
-        )
-        # each rank compares itself with the first one
-        others = self._read(f"{first} calls") or NOTHING
-        found = first_difference({first: others, self._rank: record})
+        first = self._rank
+        for rank in self.ranks[: self.ranks.index(self._rank)]:
+            other = self.peek(rank)
+            if not other.record["left"] and not other.gone:
+                first = rank
+                break
+        # So that the first rank need not read the calls of all in each period, each rank compares
+        # its own with the first one's.
+        calls_of_first = self._read(f"{first} calls") or NOTHING
+        difference = first_difference({first: calls_of_first, self._rank: record})
         short = {key: record[key] for key in ("idle", "beat", "left", "failed") if key in record}
-        self._write(str(self._rank), short | {"differs": found is not None and found.is_certain})
-        if (heard := self._read("report")) and heard["report"] != self.report:
-            self._hear(**heard)
+        short["differs"] = difference is not None and difference.is_certain
+        self._write(str(self._rank), short)
+        report = self._read("report")
+        if report and report["report"] != self.report:
+            self._hear(**report)
         if not self._settled.is_set() and first == self._rank:
             self._look({rank: self.peek(rank) for rank in self.ranks})
 
@@ -297,51 +303,58 @@ class _Watch:
         record, now = self._read(str(rank)), time.monotonic()
         if record is not None and record["beat"] != self._known[rank][0].get("beat"):
             self._known[rank] = record, now
-        record, at = self._known[rank]
-        # threads of a busy rank are late
-        is_silent = now - at >= 3 * self._period + 0.5 and not record["left"]
-        silence = "never entered the watch" if record is NOTHING else f"silent for {now - at:.0f} s"
-        return Seen(record, now - at, silence if is_silent else "")
+        record, since = self._known[rank]
+        age = now - since
+        gone = ""
+        # The thread of a busy rank is late.
+        if age >= 3 * self._period + 0.5 and not record["left"]:
+            gone = "never entered the watch" if record is NOTHING else f"silent for {age:.0f} s"
+        return Seen(record, age, gone)
 
     def _look(self, seen: Mapping[int, Seen]) -> None:
         """Compare the calls of all ranks if one is lost, waits for long, or made other calls than
         this one.
         """
-        flagged = any(
-            each.gone or each.record.get("failed") or each.record.get("differs")
-            for each in seen.values()
-        )
-        if not flagged and max(each.idle for each in seen.values()) < self._after:
-            self._polls = 0
-            # all go on: what was reported must not be taken for the cause of a later error
-            if self.report:
-                self._tell("", "", settled=False)
+        suspicious = max(other.idle for other in seen.values()) >= self._after
+        for other in seen.values():
+            if other.gone or other.record.get("failed") or other.record.get("differs"):
+                suspicious = True
+        if suspicious:
+            full = {}
+            for rank, other in seen.items():
+                record = self._read(f"{rank} calls") or NOTHING
+                full[rank] = other._replace(record=record)
+            self._compare(full)
             return
-        full = {rank: self._read(f"{rank} calls") or NOTHING for rank in self.ranks}
-        self._compare({rank: seen[rank]._replace(record=full[rank]) for rank in self.ranks})
+        self._polls = 0
+        # All go on: what was reported must not be taken for the cause of a later error.
+        if self.report:
+            self._tell("", "", settled=False)
 
     def _compare(self, seen: Mapping[int, Seen]) -> None:
         """Report if calls differ and all ranks made them, a rank is lost, or none is made for long.
 
         The first two are final; ranks that were late may go on, or turn out to be lost.
         """
-        records = {rank: each.record for rank, each in seen.items()}
-        found = first_difference(records)
-        if found is None or not found.is_certain:  # what a lost rank called last is not known
-            found = first_difference(
-                {r: each for r, each in records.items() if not seen[r].gone} or records
-            )
-        certain = found.calls if found is not None and found.is_certain else {}
-        settled = bool(certain) and all(call or seen[rank].gone for rank, call in certain.items())
-        lost = any(each.gone for each in seen.values()) and any(
-            each.get("failed") for each in records.values()
-        )
-        stalled = max(each.idle for each in seen.values()) >= self._after
-        made = stalled and [each["first"] + len(each["calls"]) for each in records.values()]
-        state = repr((settled, lost, made)) if settled or lost or stalled else ""
+        records = {rank: other.record for rank, other in seen.items()}
+        difference = first_difference(records)
+        if difference is None or not difference.is_certain:
+            # What a lost rank called last is not known.
+            alive = {rank: record for rank, record in records.items() if not seen[rank].gone}
+            difference = first_difference(alive or records)
+        settled = False
+        if difference is not None and difference.is_certain:
+            settled = all(call or seen[rank].gone for rank, call in difference.calls.items())
+        is_gone = any(other.gone for other in seen.values())
+        lost = is_gone and any(record.get("failed") for record in records.values())
+        stalled = max(other.idle for other in seen.values()) >= self._after
+        state = ""
+        if settled or lost or stalled:
+            counts = [record["first"] + len(record["calls"]) for record in records.values()]
+            state = repr((settled, lost, stalled and counts))
         self._polls = self._polls + 1 if state and state != self._reported else 0
         if settled or self._polls > 3:  # else records may not yet say what each rank did
-            report = compose(seen, found)
+            report = compose(seen, difference)
             logger.error(report)
             self._tell(report, state, settled or lost)
 
