@@ -25,8 +25,8 @@ from torch import nn
 
 from benchmarks.models_of_others import Case, cases
 from shardkit import MeshSpec, PlanError, ShardingPlan, by_name, group, plan_model
-from shardkit.memory.timeline import OPTIMIZERS, Prediction, timeline
-from shardkit.memory.trace import trace
+from shardkit.memory.allocations import OPTIMIZERS, Prediction, timeline
+from shardkit.memory.tracing import trace
 
 MESH = MeshSpec.sharded(64)
 HEADER = [

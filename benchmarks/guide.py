@@ -23,10 +23,10 @@ import torch
 
 from benchmarks.models import SHAPES, Llama, Shape, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
+from shardkit.memory.allocations import OptimizerBytes
 from shardkit.memory.budget import limit_of, weigh
-from shardkit.memory.estimate import Step, estimates, with_checkpoints
-from shardkit.memory.timeline import OptimizerBytes
-from shardkit.memory.trace import AFTER_FORWARD, FORWARD, START, Trace, trace
+from shardkit.memory.strategies import Step, estimates, with_checkpoints
+from shardkit.memory.tracing import AFTER_FORWARD, FORWARD, START, Trace, trace
 from shardkit.plan.types import nbytes
 
 PAGE = Path(__file__).parent.parent / "docs" / "choosing.md"

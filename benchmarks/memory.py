@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 from benchmarks.models import SHAPES, Llama, llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, apply_plan, plan_model
 from shardkit.memory import plan_for_budget
-from shardkit.memory.timeline import OptimizerBytes, timeline
-from shardkit.memory.trace import trace
+from shardkit.memory.allocations import OptimizerBytes, timeline
+from shardkit.memory.tracing import trace
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
 from shardkit.testing import fake_world

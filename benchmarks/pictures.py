@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from benchmarks.models import llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
 from shardkit.memory import Prediction, estimate
-from shardkit.memory.timeline import CATEGORIES, STEP
-from shardkit.memory.trace import BACKWARD
+from shardkit.memory.allocations import CATEGORIES, STEP
+from shardkit.memory.tracing import BACKWARD
 from shardkit.plan.types import nbytes
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from shardkit import ShardingPlan
-from shardkit.memory.trace import IntervalMeter, Loss, Trace, trace
+from shardkit.memory.tracing import IntervalMeter, Loss, Trace, trace
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def step_of(
     batch: Any,
     loss: Loss | None = None,
 ) -> Step:
-    """Trace a step as ``shardkit.memory.trace`` does."""
+    """Trace a step as ``shardkit.memory.tracing`` does."""
     meter = FlopMeter()
     found = trace(model, plan, batch, loss=loss, meter=meter)
     return Step(found, dict(meter.flops))

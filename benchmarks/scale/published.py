@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, Pretraine
 from benchmarks.scale.flops import Step, step_of
 from benchmarks.scale.speed import HARDWARE, Hardware, step_time
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
-from shardkit.memory.estimate import with_checkpoints
-from shardkit.memory.timeline import OptimizerBytes
+from shardkit.memory.allocations import OptimizerBytes
+from shardkit.memory.strategies import with_checkpoints
 from shardkit.planning.dims import on_mesh
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from benchmarks.scale.flops import Step, step_of
-from shardkit.memory.estimate import resharded
-from shardkit.memory.timeline import OptimizerBytes, UnitBytes, timeline, unit_bytes
-from shardkit.memory.trace import BACKWARD, FORWARD, Loss
+from shardkit.memory.allocations import OptimizerBytes, UnitBytes, timeline, unit_bytes
+from shardkit.memory.strategies import resharded
+from shardkit.memory.tracing import BACKWARD, FORWARD, Loss
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import guide
-from shardkit.memory.estimate import with_checkpoints
-from shardkit.memory.trace import trace
+from shardkit.memory.strategies import with_checkpoints
+from shardkit.memory.tracing import trace
 
 
 def test_the_page_has_what_the_code_says():

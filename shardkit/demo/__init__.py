@@ -51,13 +51,15 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ShardkitError: more ranks than GPUs, or more steps than rounding leaves comparable.
     """
-    started, gpus = time.perf_counter(), torch.cuda.device_count()
+    started = time.perf_counter()
+    gpus = torch.cuda.device_count()
     launched = "WORLD_SIZE" in os.environ  # by torchrun
-    job = Job(int(os.environ.get("WORLD_SIZE", 0)) or options.ranks or gpus or 2, options.steps)
+    ranks = int(os.environ["WORLD_SIZE"]) if launched else options.ranks or gpus or 2
+    job = Job(ranks, options.steps)
     if not launched and 0 < gpus < job.ranks:
         raise ShardkitError(
-            f"--ranks is {job.ranks}, and torch sees {gpus} GPUs. Set CUDA_VISIBLE_DEVICES= for "
-            "CPUs."
+            f"--ranks is {job.ranks}, and torch sees {gpus} GPUs. "
+            "Set CUDA_VISIBLE_DEVICES= for CPUs."
         )
     if job.steps > MOST_STEPS and not is_exact("cuda" if gpus else "cpu", job.ranks):
         raise ShardkitError(
@@ -77,7 +79,7 @@ def _start_torchrun(job: Job) -> int:
     """Run the demo on ranks of this host, and return their exit code."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     demo = ["-m", "shardkit", "demo", "--steps", str(job.steps)]
-    # What torchrun and torch would else warn of: one thread for each rank, and no numpy.
+    # Else torchrun warns that each rank has one thread, and torch that there is no numpy.
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:Failed to initialize NumPy"}
     command = [*torchrun, f"--nproc-per-node={job.ranks}", *demo]
     return subprocess.run(command, env={**quiet, **os.environ}).returncode

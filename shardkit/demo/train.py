@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from shardkit import apply_plan, full_state_dict, init_on_meta, materialize, plan_model
 from shardkit.ranks import device_type
 
-SEED, LEARNING_RATE = 0, 3e-3
-# well above a gradient's rounding, which AdamW would turn into whole steps where the gradient is 0
+SEED = 0
+LEARNING_RATE = 3e-3
+# Well above a gradient's rounding, which AdamW would turn into whole steps where the gradient is 0.
 EPS = 1e-5
-SEQUENCES, CONTEXT = 8, 128  # of one micro-batch, one for each rank and step; bytes of each
-MOST_STEPS = 150  # where roundings grow
+SEQUENCES = 8  # of one micro-batch, one for each rank and step
+CONTEXT = 128  # bytes of each sequence
+MOST_STEPS = 150  # after which roundings grow too large to compare
 BYTES = 256
 
 
@@ -41,19 +43,18 @@ class ByteTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, dim)
-        block = functools.partial(
-            nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.layers = nn.ModuleList(
-            block(dim, num_heads, 4 * dim, dropout=0.0) for _ in range(num_layers)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(num_layers):
+            layer = nn.TransformerEncoderLayer(
+                dim, num_heads, 4 * dim, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            self.layers.append(layer)
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, BYTES, bias=False)
         angles = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(0, dim, 2) / dim))
         # Not persistent, so not in any checkpoint: materialize() has to compute it, and does.
-        self.register_buffer(
-            "positions", torch.cat((angles.sin(), angles.cos()), dim=-1), persistent=False
-        )
+        positions = torch.cat((angles.sin(), angles.cos()), dim=-1)
+        self.register_buffer("positions", positions, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of each next byte, (batch, sequence, 256), for int64 bytes of (batch,
@@ -72,10 +73,10 @@ def load_text() -> Tensor:
     """Return the ``*.py`` files of the standard library, concatenated, as uint8 of shape
     (bytes,).
     """
-    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(
-        bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8
-    )
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+    return torch.frombuffer(text, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,11 @@ class Job:
         """The micro-batches of all ranks, int64 of shape (ranks * SEQUENCES, CONTEXT + 1); the same
         for each step.
         """
-        size, generator = (self.ranks * SEQUENCES, 1), torch.Generator().manual_seed(step)
-        starts = torch.randint(len(load_text()) - CONTEXT, size, generator=generator)
-        return load_text()[starts + torch.arange(CONTEXT + 1)].long()
+        text = load_text()
+        generator = torch.Generator().manual_seed(step)
+        size = (self.ranks * SEQUENCES, 1)
+        starts = torch.randint(len(text) - CONTEXT, size, generator=generator)
+        return text[starts + torch.arange(CONTEXT + 1)].long()
 
     def say(self, text: str) -> None:
         """Show a text, on rank 0 only."""
@@ -112,7 +115,7 @@ def train_and_compare(job: Job) -> bool:
     """Train twice, show the comparison on rank 0, and return there whether the trainings agree.
     Collective.
     """
-    # Matrix products may differ in the last digit between numbers of threads, and ranks share the
+    # Matrix products may differ in the last digit between numbers of threads; and ranks share the
     # cores.
     torch.set_num_threads(1)
     device = device_type()
@@ -140,8 +143,7 @@ def train_sharded(job: Job) -> Run:
     materialize(apply_plan(model, plan))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
     run = _train(job, "sharded", model, optimizer, [])
-    # Gathering all weights on every rank is fine for a model of this size, and is only needed to
-    # compare them.
+    # Only to compare them: all weights on every rank, which a model of this size allows.
     run.weights = full_state_dict(model, rank0_only=False)
     return run
 
@@ -161,12 +163,14 @@ def train_plain(job: Job, device: str) -> Run:
 def _train(
     job: Job, title: str, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[int]
 ) -> Run:
-    """Train on all ``parts`` of each batch, or without any on this rank's part, which is
-    collective.
+    """Train on these parts of each batch, one after the other; if there are none, on this rank's
+    part, together with the other ranks.
     """
-    run, device = Run(), next(model.parameters()).device
+    run = Run()
+    device = next(model.parameters()).device
     for step in range(job.steps):
-        batch, mean = job.batch(step).to(device), torch.zeros((), device=device)
+        batch = job.batch(step).to(device)
+        mean = torch.zeros((), device=device)
         optimizer.zero_grad()
         for part in parts or [dist.get_rank()]:
             tokens = batch.chunk(job.ranks)[part]
@@ -179,9 +183,8 @@ def _train(
         run.losses.append(mean)
         done = step + 1
         if done in (1, job.steps) or done % max(1, job.steps // 4) == 0:
-            job.say(
-                f"{title:8} step {done:>{len(str(job.steps))}}/{job.steps}  loss {mean.item():.4f}"
-            )
+            width = len(str(job.steps))
+            job.say(f"{title:8} step {done:>{width}}/{job.steps}  loss {mean.item():.4f}")
     return run
 
 
@@ -221,22 +224,19 @@ class Check(NamedTuple):
         return self.difference <= self.bound
 
     def __str__(self) -> str:
+        allowed = f"at most {self.bound:g}, {self.reason}"
         verdict = "ok" if self.holds else "FAILED"
-        return (
-            f"  {self.name:13}  {self.difference:<9.3g}  "
-            f"{f'at most {self.bound:g}, {self.reason}':55}  {verdict}"
-        )
+        return f"  {self.name:13}  {self.difference:<9.3g}  {allowed:55}  {verdict}"
 
 
 def compare(device: str, ranks: int, sharded: Run, plain: Run) -> list[Check]:
     """Return the checks of a sharded run against a plain one."""
-    found = [
-        _difference(torch.stack(sharded.losses), torch.stack(plain.losses)),
-        max(_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items()),
-    ]
+    losses = _difference(torch.stack(sharded.losses), torch.stack(plain.losses))
+    weights = [_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items()]
     bounds = EXACT if is_exact(device, ranks) else ROUNDED
     return [
-        Check(name, each, *bound) for (name, bound), each in zip(bounds.items(), found, strict=True)
+        Check("losses", losses, *bounds["losses"]),
+        Check("final weights", max(weights), *bounds["final weights"]),
     ]
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardkit.errors import PlanError
-from shardkit.memory.estimate import Step, changed, resharded
-from shardkit.memory.timeline import OptimizerBytes, Prediction
-from shardkit.memory.trace import Loss
+from shardkit.memory.allocations import OptimizerBytes, Prediction
+from shardkit.memory.strategies import Step, changed, resharded
+from shardkit.memory.tracing import Loss
 from shardkit.plan import ShardingPlan
 from shardkit.plan.check import unit_inside
 from shardkit.plan.text import aligned

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing
-from shardkit.memory.trace import hook_unit, on_fake_tensors, tensors_of
+from shardkit.memory.tracing import hook_unit, on_fake_tensors, tensors_of
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError
+from shardkit.memory.allocations import OPTIMIZERS, OptimizerBytes
 from shardkit.memory.budget import choose, limit_of
-from shardkit.memory.estimate import Step, estimates
-from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes
+from shardkit.memory.strategies import Step, estimates
 from shardkit.plan import MeshSpec
 from shardkit.planning.build import build_plan, named_model
 from shardkit.planning.selection import Overrides

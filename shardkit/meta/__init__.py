@@ -2,6 +2,6 @@
 gives.
 """
 
-from shardkit.meta.materialize import materialize as materialize
 from shardkit.meta.record import init_on_meta as init_on_meta
 from shardkit.meta.record import is_recorded as is_recorded
+from shardkit.meta.targets import materialize as materialize

@@ -26,18 +26,13 @@ aten = torch.ops.aten
 
 # In-place ops that overwrite what they are called on without reading it.
 _FILLS = {
-    "fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_",
-    "cauchy_", "log_normal_", "_foreach_zero_", "_foreach_copy_",
+    "fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
+    "geometric_", "cauchy_", "log_normal_", "_foreach_zero_", "_foreach_copy_",
 }  # fmt: skip
 # Ops that make memory and write nothing to it.
 _EMPTY = {
-    "empty",
-    "empty_strided",
-    "empty_permuted",
-    "empty_like",
-    "new_empty",
-    "new_empty_strided",
-}
+    "empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided",
+}  # fmt: skip
 
 
 class Record(NamedTuple):
@@ -82,9 +77,9 @@ def init_on_meta() -> Iterator[None]:
         yield
         return
     device = torch.get_default_device()
-    recorder = _current = Recorder(
-        open_tape(torch.device("cpu") if device.type == "meta" else device)
-    )
+    if device.type == "meta":
+        device = torch.device("cpu")
+    recorder = _current = Recorder(open_tape(device))
     try:
         with dispatch.recorded_samplers(recorder.record_sampler), _LooksReal(recorder), recorder:
             yield
@@ -198,22 +193,21 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = _name(func)
         if name in _EMPTY:
             return Op()
-        given = args, kwargs
-        args, kwargs = tree_map(self._as_view, given)
-        op = Op(func, args, kwargs, default_dtype=torch.get_default_dtype())
+        viewed_args, viewed_kwargs = tree_map(self._as_view, (args, kwargs))
+        op = Op(func, viewed_args, viewed_kwargs, default_dtype=torch.get_default_dtype())
         op.on_device = "device" in _argument_names(func)
         looks_at_sizes = name.endswith("_like") or name.startswith("new_")
         if looks_at_sizes or dispatch.has_tag(func, "inplace_view"):  # set_, resize_, t_: no values
             return op
         written = []
-        for argument, value in _arguments(func, *given):
-            views = [self.view(tensor) for tensor in tensors_of(value)]
-            if _is_written(argument):
-                overwrites = argument.is_out or name in _FILLS
-                written += [(view, overwrites) for view in views]
-            else:
-                op.reads.update(view.storage for view in views)
-        for view, overwrites in written:
+        for argument, value in _arguments(func, args, kwargs):
+            for tensor in tensors_of(value):
+                view = self.view(tensor)
+                if _is_written(argument):
+                    written.append((view, argument.is_out or name in _FILLS))
+                else:
+                    op.reads.add(view.storage)
+        for view, overwrites in written:  # when all that is read is known
             self._note_write(op, view, overwrites)
         return op
 
@@ -233,16 +227,19 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         view = self.view(tensor)
         op = Op(func, (view, *args), kwargs, default_dtype=torch.get_default_dtype())
         self._note_write(op, view, overwrites=True)
-        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)]
-        self._append(op, given[0] if given else torch.default_generator)
+        generator = torch.default_generator
+        for arg in (*args, *kwargs.values()):
+            if isinstance(arg, torch.Generator):
+                generator = arg
+        self._append(op, generator)
 
     def view(self, tensor: Tensor) -> View:
         """Return a meta tensor as a View; a storage that is not on the tape is added."""
-        found = self.tape.find(tensor)
-        if found is None:  # made where no mode sees it (by a storage's own methods), or before
-            found = self._constant(tensor, None)
-            self.tape.unseen.add(found.storage)
-        return found
+        view = self.tape.find(tensor)
+        if view is None:  # made where no mode sees it (by a storage's own methods), or before
+            view = self._constant(tensor, None)
+            self.tape.unseen.add(view.storage)
+        return view
 
     def value(self, tensor: Tensor) -> Tensor:
         """Compute the present value of a meta tensor."""
@@ -284,9 +281,11 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call for real, on the values that its meta tensors have at this point."""
-        args, kwargs = tree_map(
-            lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-        )
+
+        def value(leaf: Any) -> Any:
+            return self.value(leaf) if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = tree_map(value, (args, kwargs))
         return func(*args, **kwargs)
 
     def _append(self, op: Op, generator: torch.Generator | None = None) -> None:
@@ -331,7 +330,8 @@ class _LooksReal(TorchFunctionMode):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._recorder, self._device = recorder, recorder.tape.device
+        self._recorder = recorder
+        self._device = recorder.tape.device
         kind = self._device.type
         answers = {
             "device": self._device,
@@ -361,10 +361,10 @@ class _LooksReal(TorchFunctionMode):
             return func(self._recorder.value(args[0]), *args[1:], **kwargs)
         elif on_meta and func is Tensor.cpu and self._device.type == "cpu":
             return args[0]
-        # On meta, torch makes tensors of Python data without their values, where no mode sees it.
         elif on_meta and func in _INDEXING:
+            # On meta, torch makes tensors of Python data without values, where no mode sees it.
             args = (args[0], _without_lists(args[1]), *args[2:])
-        elif on_meta and func is Tensor.new_tensor:
+        elif on_meta and func is Tensor.new_tensor:  # likewise
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs})
         return func(*args, **kwargs)
 

@@ -39,20 +39,21 @@ class Step(NamedTuple):
     frees: set[int]  # storages that no later step uses
 
 
-def plan(ops: list[Op], wanted: Collection[int], states: Collection[Tensor | int]) -> list[Step]:
+def steps_for(
+    ops: list[Op], wanted: Collection[int], states: Collection[Tensor | int]
+) -> list[Step]:
     """Return the steps that lead to the final content of the wanted storages, and to generator
     states.
     """
-    last_change = {storage: number for number, op in enumerate(ops) for storage in op.changes()}
     drawn = {state for state in states if isinstance(state, int)}  # ops whose states are needed
     live: set[int] = set()  # storages that later steps need
+    unfinished = set(wanted)  # storages whose last change was not met yet
     steps = []
     for number in reversed(range(len(ops))):
         op = ops[number]
         changes = op.changes()
-        finished = {
-            storage for storage in changes if storage in wanted and last_change[storage] == number
-        }
+        finished = changes & unfinished
+        unfinished -= finished
         if not (finished or number in drawn or not live.isdisjoint(changes)):
             continue
         if isinstance(op.before, int):
@@ -86,7 +87,7 @@ class Player:
             position = stream.position()
             if position is not None:  # else someone seeded it or drew since
                 self._ends[stream.generator] = stream.states[position]
-        self.steps = plan(tape.ops, self._finals, self._ends.values())
+        self.steps = steps_for(tape.ops, self._finals, self._ends.values())
         # A state is saved if the next step that draws from the generator does not begin with it.
         last: dict[torch.Generator | None, int] = {}
         begins = [(step.op.generator, step.op.before, step.number) for step in self.steps]
@@ -96,25 +97,25 @@ class Player:
             if isinstance(state, int) and last.get(generator) != state:
                 self._to_save.add(state)
             last[generator] = number
-        self._saved: dict[int, Tensor] = {}
-        self._last: dict[torch.Generator, int] = {}
-        self._memory: dict[int, torch.UntypedStorage] = {}
+        self._saved: dict[int, Tensor] = {}  # states, by the number of the op that left them
+        self._last: dict[torch.Generator, int] = {}  # the op that drew from it last
+        self._memory: dict[int, torch.UntypedStorage] = {}  # real storages, while they are used
+        # The generators that replay draws from, by those of the construction.
         self._generators: dict[torch.Generator, torch.Generator] = {}
         for generator in tape.streams:
-            is_default = generator is torch.default_generator
-            own = (
-                dispatch.default_generator(self.device)
-                if is_default
-                else torch.Generator(generator.device)
-            )
-            self._generators[generator] = own
+            if generator is torch.default_generator:
+                self._generators[generator] = dispatch.default_generator(self.device)
+            else:
+                self._generators[generator] = torch.Generator(generator.device)
 
     def compute(self) -> None:
         """Run all steps; afterwards torch's default dtype and generator are as before, or where
         they end.
         """
-        default, dtype = dispatch.default_generator(self.device), torch.get_default_dtype()
-        before, ends = default.get_state(), {}
+        default = dispatch.default_generator(self.device)
+        before = default.get_state()
+        dtype = torch.get_default_dtype()
+        ends = {}
         try:
             with torch.no_grad():
                 for step in self.steps:
@@ -126,32 +127,32 @@ class Player:
             torch.set_default_dtype(dtype)
             default.set_state(before)
         for generator, end in ends.items():
-            (default if generator is torch.default_generator else generator).set_state(end)
+            own = default if generator is torch.default_generator else generator
+            own.set_state(end)
 
     def digests(self) -> dict[str, str]:
         """Return hashes of what decides the values: the construction, and the states that it began
         with.
         """
         construction, random = hashlib.sha256(), hashlib.sha256()
-        # of storages, from 0: those of other models are on the tape, too
-        numbers: dict[int, int] = {}
-        orders: dict[int, int] = {}
+        # Numbers from 0 for storages and for ops, since those of other models are on the tape too.
+        storages: dict[int, int] = {}
+        ops: dict[int, int] = {}
 
-        def plain(leaf: Any) -> Any:
+        def renumbered(leaf: Any) -> Any:
             if isinstance(leaf, View):
-                return replace(leaf, storage=numbers.setdefault(leaf.storage, len(numbers)))
+                return replace(leaf, storage=storages.setdefault(leaf.storage, len(storages)))
             return "generator" if isinstance(leaf, torch.Generator) else leaf
 
-        for step in plan(self._tape.ops, self._finals, ()):  # without what only settles generators
-            op, orders[step.number] = step.op, len(orders)
-            before = orders[op.before] if isinstance(op.before, int) else None
+        for step in steps_for(
+            self._tape.ops, self._finals, ()
+        ):  # without what only settles generators
+            op = step.op
+            ops[step.number] = len(ops)
+            before = ops[op.before] if isinstance(op.before, int) else None
             name = getattr(op.func, "__name__", None)
-            call = (
-                name,
-                before,
-                op.default_dtype,
-                *tree_map(plain, (op.args, op.kwargs, op.outs)),
-            )
+            arguments = tree_map(renumbered, (op.args, op.kwargs, op.outs))
+            call = (name, before, op.default_dtype, *arguments)
             construction.update(repr(call).encode())
             if op.value is not None:
                 _hash_bytes(construction, op.value)
@@ -189,15 +190,17 @@ class Player:
             del self._memory[storage]
 
     def _call(self, op: Op) -> None:
-        made = {out.storage for out in op.outs if out is not None and op.func is not None}
-        for storage in op.makes - made:
-            self._memory[storage] = self._allocate(storage)
         if op.func is None:
+            for storage in op.makes:
+                self._memory[storage] = self._allocate(storage)
             if op.value is not None:
                 (view,) = op.outs
                 assert view is not None
                 view.of(self._memory[view.storage]).copy_(op.value)
             return
+        returned = {out.storage for out in op.outs if out is not None}
+        for storage in op.makes - returned:
+            self._memory[storage] = self._allocate(storage)
         if torch.get_default_dtype() != op.default_dtype:
             torch.set_default_dtype(op.default_dtype)
         args, kwargs = tree_map(self._real, (op.args, op.kwargs))
@@ -219,8 +222,7 @@ class Player:
         return leaf.of(self._tape.storages[leaf.storage])
 
     def _allocate(self, storage: int) -> torch.UntypedStorage:
-        # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see
-        # it.
+        # Not UntypedStorage(), so that tools that watch allocations through aten see it.
         size = self._tape.storages[storage].nbytes()
         return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
 
@@ -231,9 +233,8 @@ class Player:
         storage = result.untyped_storage()
         if tuple(result.shape) != out.size:  # as what batch_norm does not save in eval mode
             return storage
-        # resize_ may have followed
-        fits = storage.nbytes() >= self._tape.storages[out.storage].nbytes()
-        if not fits or view_of(result, out.storage) != out:
+        size = self._tape.storages[out.storage].nbytes()  # larger where a resize_ follows
+        if storage.nbytes() < size or view_of(result, out.storage) != out:
             storage = self._allocate(out.storage)
             out.of(storage).copy_(result)
         return storage

@@ -152,11 +152,11 @@ class Tape:
 
     def written(self) -> set[int]:
         """Return the storages that hold more than undefined memory."""
-        found: set[int] = set()
+        storages: set[int] = set()
         for op in self.ops:
             if op.func is not None or op.value is not None:
-                found |= op.changes()
-        return found
+                storages |= op.changes()
+        return storages
 
 
 _latest: weakref.ref[Tape] | None = None
@@ -172,7 +172,12 @@ def open_tape(device: torch.device | None = None) -> Tape:
 
 def view_of(tensor: Tensor, number: int) -> View:
     """Return a tensor as a View of the storage with that number."""
-    size, offset = tuple(tensor.size()), int(tensor.storage_offset())
     return View(
-        number, size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        number,
+        tuple(tensor.size()),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
     )

@@ -23,15 +23,15 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from shardkit._torch.dispatch import tree_map
-from shardkit.errors import PlanError, ShardkitError, message
+from shardkit.errors import PlanError, ShardkitError
 from shardkit.sequence.batch import ADVICE, Attention, current, running
-from shardkit.sequence.exchange import Heads, deal, exchange, to_heads
+from shardkit.sequence.heads import Heads, deal, exchange, to_heads
 
 # From a part's position ids to the whole's: flash attention reads documents from them, also in a
 # checkpointed block.
 _positions: Any = WeakIdKeyDictionary()
 _MaskFunction: TypeAlias = Callable[..., Any]
-_OWN_LOSS = 'Compute it from the logits and labels = part.pop("labels")'
+_OWN_LOSS = 'Compute it from the logits and labels = part.pop("labels").'
 
 
 def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Callable[[], None]:
@@ -44,20 +44,21 @@ def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Ca
         for module in model.modules():
             vars(module)["split_attention"] = attention
             undo.callback(vars(module).pop, "split_attention")
-        found: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
-        for config in {
-            id(each): each for each in found if hasattr(each, "_attn_implementation")
-        }.values():
+        configs: dict[int, Any] = {}
+        for module in decoder.modules():
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "_attn_implementation"):
+                configs[id(config)] = config
+        for config in configs.values():
             name = config._attn_implementation
-            # without the configs inside
+            # A dict with the key "" sets it without the configs inside.
             undo.callback(setattr, config, "_attn_implementation", {"": name})
             config._attn_implementation = {"": _register(name)}
         undo.callback(setattr, inner, "loss_function", inner.loss_function)
         inner.loss_function = functools.partial(_loss, inner.loss_function)
+        enter = functools.partial(_enter, attention)
         handles = [
-            model.register_forward_pre_hook(
-                functools.partial(_enter, attention), with_kwargs=True, prepend=True
-            ),
+            model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(_leave, with_kwargs=True, always_call=True),
         ]
         if not attention.cuts_inputs:
@@ -100,15 +101,19 @@ def _attend(
     """
     attention: Attention | None = vars(module).get("split_attention")
     if attention is None:
-        fix = "Give each model its own config, since split_sequence changes it"
         raise ShardkitError(
-            message(type(module).__name__, "has the config of a model that is split", "", fix)
+            f"{type(module).__name__} has the config of a model that is split. Give each model its "
+            "own config, since split_sequence changes it."
         )
     if query.shape[2] != key.shape[2]:
-        problem = f"has {query.shape[2]} queries that attend to {key.shape[2]} keys"
-        rule = "Queries and keys must be the same tokens, so no cross-attention and no cache"
-        raise PlanError(message(type(module).__name__, problem, rule, ADVICE))
-    group, total, rank = attention.group, query.shape[1], dist.get_rank(attention.group)
+        raise PlanError(
+            f"{type(module).__name__} has {query.shape[2]} queries that attend to {key.shape[2]} "
+            "keys. Queries and keys must be the same tokens, so no cross-attention and no cache. "
+            f"{ADVICE}"
+        )
+    group = attention.group
+    rank = dist.get_rank(group)
+    total = query.shape[1]
     heads = deal(total, key.shape[1], group.size())
     if "flash" not in inner:
         kwargs.pop("position_ids", None)  # others read documents from the mask
@@ -128,31 +133,27 @@ def _argument(name: str, given: Any, total: int, heads: Heads, rank: int) -> Any
         return _positions[given]
     if given.shape == (total,):  # one value for each head, as gpt-oss's sinks
         return given.narrow(0, rank * heads.queries, heads.queries)
-    problem = f"gets {name} of shape {tuple(given.shape)}"
-    rule = "Of its tensors only position_ids and those of one value for each head can be passed on"
-    raise PlanError(message("attention", problem, rule, ADVICE))
+    raise PlanError(
+        f"attention gets {name} of shape {tuple(given.shape)}. Of its tensors only position_ids "
+        f"and those of one value for each head can be passed on. {ADVICE}"
+    )
 
 
 @contextmanager
 def _share_of_heads(module: nn.Module, total: int, heads: Heads, rank: int) -> Iterator[None]:
     """Show the module's attributes and per-head parameters as for this rank's heads."""
-    own: dict[str, Any] = module._parameters
-    before = {
-        name: param for name, param in own.items() if param is not None and param.shape == (total,)
-    }
+    params: dict[str, Any] = module._parameters
+    before = dict(params)
+    for name, param in before.items():
+        if param is not None and param.shape == (total,):
+            params[name] = param.narrow(0, rank * heads.queries, heads.queries)
     groups: Any = getattr(module, "num_key_value_groups", None)
-    own.update(
-        {
-            name: param.narrow(0, rank * heads.queries, heads.queries)
-            for name, param in before.items()
-        }
-    )
     if groups is not None:
         module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
     try:
         yield
     finally:
-        own.update(before)
+        params.update(before)
         if groups is not None:
             module.num_key_value_groups = groups
 
@@ -167,11 +168,9 @@ def _function(inner: str, module: nn.Module) -> Callable[..., Any]:
         eager = getattr(modeling, "eager_attention_forward", None)
         if registry is not None and (eager is not None or inner != "eager"):
             return registry.get_interface(inner, eager)  # type: ignore[no-any-return]
-    problem = "has no eager_attention_forward in the file that defines it"
     raise PlanError(
-        message(
-            type(module).__name__, problem, "", 'Call model.set_attn_implementation("sdpa") first'
-        )
+        f"{type(module).__name__} has no eager_attention_forward in the file that defines it. "
+        'Call model.set_attn_implementation("sdpa") first.'
     )
 
 
@@ -187,7 +186,9 @@ def _mask_of_whole(
         device, rows, mask = kwargs["device"], kwargs["batch_size"], whole.mask
         if mask is None and "allow_is_bidirectional_skip" in kwargs and whole.padded > whole.length:
             mask = torch.arange(whole.padded).expand(rows, -1) < whole.length
-        kwargs["attention_mask"] = mask = None if mask is None else mask.to(device, torch.bool)
+        if mask is not None:
+            mask = mask.to(device, torch.bool)
+        kwargs["attention_mask"] = mask
         mask_function = _of_whole(mask_function, mask)
         # As transformers, which ignores positions where there is a mask.
         if whole.packs and whole.positions is not None and mask is None:
@@ -195,19 +196,19 @@ def _mask_of_whole(
             # Causal attention never sees the padding behind a row, so a row of one document needs
             # no mask.
             if masking_utils.find_packed_sequence_indices(positions[:, : whole.length]) is not None:
-                mask_function = _apart(mask_function, positions)
+                mask_function = _within_documents(mask_function, positions)
                 kwargs["allow_is_causal_skip"] = False
     # A mask function takes the whole for these lengths; there is no cache, so no offset.
     kwargs |= {"q_length": whole.padded, "kv_length": whole.padded, "q_offset": 0, "kv_offset": 0}
-    made = make(mask_function=mask_function, **kwargs)
-    # eager: a row without any key attends to all of them
-    if isinstance(made, Tensor) and made.is_floating_point():
-        made[..., : whole.length, whole.length :] = -torch.inf  # but not to what split added
-    return made
+    mask = make(mask_function=mask_function, **kwargs)
+    # In eager attention a row without any key attends to all of them, but not to split's padding.
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        mask[..., : whole.length, whole.length :] = -torch.inf
+    return mask
 
 
-def _apart(function: _MaskFunction, positions: Tensor) -> _MaskFunction:
-    """Return a mask function that keeps documents apart too."""
+def _within_documents(function: _MaskFunction, positions: Tensor) -> _MaskFunction:
+    """Return a mask function that also masks the tokens of other documents."""
     documents: Any = masking_utils.find_packed_sequence_indices(positions)
     combine = getattr(masking_utils, "packed_sequence_compatibility_function", None)
     if combine is not None:
@@ -220,39 +221,34 @@ def _of_whole(function: _MaskFunction, mask: Tensor | None) -> _MaskFunction:
     """Return a mask function of transformers with what it holds of a part replaced by the whole's,
     or left out.
     """
-    maker, held = _maker(function), inspect.getclosurevars(function).nonlocals
+    maker = _maker(function)
+    variables = inspect.getclosurevars(function).nonlocals
     if maker in ("and_masks", "or_masks"):
-        inside = [
-            each
-            for each in held["mask_functions"]
-            if _maker(each) != "packed_sequence_mask_function"
-        ]
-        rebuilt = [_of_whole(each, mask) for each in inside]
+        rebuilt = []
+        for inner in variables["mask_functions"]:
+            if _maker(inner) != "packed_sequence_mask_function":
+                rebuilt.append(_of_whole(inner, mask))
         combine: Callable[..., _MaskFunction] = getattr(masking_utils, maker)
         return rebuilt[0] if len(rebuilt) == 1 else combine(*rebuilt)
     if maker == "remap_positions_for_packed_sequence":
-        return _of_whole(held["mask_function"], mask)
+        return _of_whole(variables["mask_function"], mask)
     if maker == "chunked_overlay":
-        padding = (
-            torch.zeros_like(held["left_padding"])
-            if mask is None
-            else (mask.cumsum(-1) == 0).sum(-1)
+        padding = torch.zeros_like(variables["left_padding"])
+        if mask is not None:
+            padding = (mask.cumsum(-1) == 0).sum(-1)
+        return masking_utils.chunked_overlay(variables["chunk_size"], padding)
+    if maker is None or any(isinstance(value, Tensor) for value in variables.values()):
+        name = getattr(function, "__qualname__", function)
+        raise PlanError(
+            f"mask {name} masks attention by what a rank knows of its own part. A mask must follow "
+            "from positions, attention_mask and position_ids, so that each rank can rebuild it. "
+            f"{ADVICE}"
         )
-        return masking_utils.chunked_overlay(held["chunk_size"], padding)
-    if maker is None or any(isinstance(value, Tensor) for value in held.values()):
-        problem = (
-            f"{getattr(function, '__qualname__', function)} masks attention by what a rank knows "
-            "of its own part"
-        )
-        rule = (
-            "A mask must follow from positions, attention_mask and position_ids, so that each "
-            "rank can rebuild it"
-        )
-        raise PlanError(message("mask", problem, rule, ADVICE))
     return function
 
 
 def _maker(function: _MaskFunction) -> str | None:
+    """Return the name of transformers' function that made a mask function, or that it is."""
     own = getattr(function, "__module__", None) == masking_utils.__name__
     return function.__qualname__.partition(".")[0] if own else None
 
@@ -263,16 +259,15 @@ def _maker(function: _MaskFunction) -> str | None:
 def _enter(
     attention: Attention, model: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Take ``sequence`` out of a part, before FSDP gathers anything."""
+    """Take ``sequence`` out of a part, before FSDP unshards anything."""
     kwargs = dict(kwargs)
     current.set(kwargs.pop("sequence", None))
     whole = running()
     if kwargs.get("past_key_values") is not None:
-        rule, fix = (
-            "Keys and values of earlier tokens are not split",
-            "Generate with a model that is not split",
+        raise ShardkitError(
+            "past_key_values was given to a split model. Keys and values of earlier tokens are "
+            "not split. Generate with a model that is not split."
         )
-        raise ShardkitError(message("past_key_values", "was given to a split model", rule, fix))
     if isinstance(kwargs.get("position_ids"), Tensor):
         _positions[kwargs["position_ids"]] = whole.positions
     attention.dtypes.clear()
@@ -282,15 +277,12 @@ def _enter(
 def _leave(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
     whole = current.get()
     current.set(None)
-    if (
-        output is not None
-        and whole is not None
-        and kwargs.get("labels") is not None
-        and not whole.loss_called
-    ):
-        rule = "A loss that shifts labels itself shifts those of a part twice"
+    if output is None or whole is None or kwargs.get("labels") is None:
+        return  # forward failed, or computed no loss
+    if not whole.loss_called:
         raise ShardkitError(
-            message("labels", f"are shifted by {type(model).__name__} itself", rule, _OWN_LOSS)
+            f"labels are shifted by {type(model).__name__} itself. A loss that shifts labels "
+            f"itself shifts those of a part twice. {_OWN_LOSS}"
         )
 
 
@@ -302,23 +294,27 @@ def _add_highest(
     """
     highest = running().highest
 
-    def more(x: Any) -> Any:
+    def with_highest(x: Any) -> Any:
         if highest is None or not isinstance(x, Tensor) or x.is_floating_point():
             return x
         return torch.cat([x, highest.to(x).expand(*x.shape[:-1], 1)], -1)
 
-    return tuple(map(more, args)), {name: more(x) for name, x in kwargs.items()}
+    args = tuple(with_highest(x) for x in args)
+    return args, {name: with_highest(x) for name, x in kwargs.items()}
 
 
 def _drop_highest(rotary: nn.Module, args: Any, output: Any) -> Any:
-    return output if running().highest is None else tree_map(lambda x: x[..., :-1, :], output)
+    if running().highest is None:
+        return output
+    return tree_map(lambda x: x[..., :-1, :], output)
 
 
 def _cut(
     attention: Attention, decoder: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Cut what the text model of a vision-language model gets, when images are in their places."""
-    whole, ranks, rank = running(), attention.group.size(), dist.get_rank(attention.group)
+    whole = running()
+    ranks, rank = attention.group.size(), dist.get_rank(attention.group)
     kwargs = dict(kwargs)
     if kwargs.get("position_ids") is None:
         embeds = kwargs["inputs_embeds"]
@@ -333,9 +329,11 @@ def _cut(
         here.chunk(ranks, 1)[rank].fill_(True)
         kwargs["deepstack_visual_embeds"] = [rows[here[visual]] for rows in features]
 
+    dims_of_tokens = {"position_ids": (-1,), "inputs_embeds": (1,)}
     for name, given in kwargs.items():
-        dims = {"position_ids": (-1,), "inputs_embeds": (1,)}.get(name, (1, 0))
-        for dim in dims if isinstance(given, Tensor) else ():
+        if not isinstance(given, Tensor):
+            continue
+        for dim in dims_of_tokens.get(name, (1, 0)):
             if -given.ndim <= dim < given.ndim and given.shape[dim] == whole.padded:
                 kwargs[name] = given.chunk(ranks, dim)[rank]
                 break
@@ -350,8 +348,10 @@ def _loss(loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     whole.loss_called = True
     kwargs |= dict(zip(("logits", "labels", "vocab_size"), args, strict=False))
     if "shift_labels" not in inspect.signature(loss).parameters:
-        problem = f"must take shifted labels as shift_labels, got {getattr(loss, '__name__', loss)}"
-        raise ShardkitError(message("loss_function", problem, "", _OWN_LOSS))
+        raise ShardkitError(
+            "loss_function must take shifted labels as shift_labels, got "
+            f"{getattr(loss, '__name__', loss)}. {_OWN_LOSS}"
+        )
     if kwargs.get("num_items_in_batch") is None and whole.targets is not None:
         kwargs["num_items_in_batch"] = whole.targets.clamp(min=torch.finfo(torch.float32).tiny)
     return loss(**kwargs | {"shift_labels": kwargs["labels"]})

@@ -14,17 +14,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 from shardkit.ranks import Poll, raise_together
 
-ADVICE = "Do not split this model's sequences; shorten them, or checkpoint its blocks"
+ADVICE = "Do not split this model's sequences; shorten them, or checkpoint its blocks."
 # The tensors of a batch with a value for each token, and what padding gets; padded position ids
 # count from 0.
 PADDING = {
-    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask"), 0),
-    **dict.fromkeys(("token_type_ids", "mm_token_type_ids"), 0),
-    **dict.fromkeys(("labels", "shift_labels"), -100),
+    "input_ids": 0,
+    "inputs_embeds": 0,
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "mm_token_type_ids": 0,
     "position_ids": 0,
+    "labels": -100,
+    "shift_labels": -100,
 }
 
 
@@ -62,9 +66,10 @@ class Whole:
         """Return a copy on another device, as for a tensor; so a loop may move each value of a
         part.
         """
-        moved: dict[str, Any] = {
-            name: x.to(*args, **kwargs) for name, x in vars(self).items() if isinstance(x, Tensor)
-        }
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(*args, **kwargs)
         return replace(self, **moved)
 
 
@@ -77,11 +82,9 @@ def running() -> Whole:
     """
     whole = current.get()
     if whole is None:
-        rule = "A model whose sequences are split needs its entry 'sequence'"
         raise ShardkitError(
-            message(
-                "batch", "is not from sequence.split", rule, "Call model(**sequence.split(batch))"
-            )
+            "batch is not from sequence.split. A model whose sequences are split needs its "
+            "'sequence'. Call model(**sequence.split(batch))."
         )
     return whole
 
@@ -127,7 +130,7 @@ class SplitSequence:
         inputs = full["input_ids"] if "input_ids" in full else full["inputs_embeds"]
         self._check(full, inputs.shape[:2])
         length = inputs.shape[1]
-        by = -length % self._ranks
+        added = -length % self._ranks
         if self.attention.cuts_inputs and "position_ids" not in full:
             positions = torch.arange(length, device=inputs.device)
             full["position_ids"] = positions.expand(len(inputs), -1)
@@ -135,15 +138,15 @@ class SplitSequence:
             full["labels"] = pad(full["labels"][:, 1:], 1, 1, PADDING["labels"])
         for name, value in PADDING.items():
             if name in full:
-                full[name] = pad(full[name], by, _dim(name), value)
+                full[name] = pad(full[name], added, _dim(name), value)
         ids: Tensor | None = full.get("position_ids")
-        if by and ids is not None:
-            ids[..., length:] = torch.arange(by, device=ids.device)  # a document of its own
+        if added and ids is not None:
+            ids[..., length:] = torch.arange(added, device=ids.device)  # a document of its own
         whole = Whole(
-            length,
-            length + by,
-            _of_text(ids),
-            full.get("attention_mask"),
+            length=length,
+            padded=length + added,
+            positions=_of_text(ids),
+            mask=full.get("attention_mask"),
             targets=None,
             highest=None if ids is None else ids.max(),
             packs=self.attention.packs,
@@ -173,11 +176,9 @@ class SplitSequence:
 
         For evaluation and scoring: ``sequence.gather(log_probs)[:, :length]``.
         """
-        parts = [
-            torch.empty_like(part, memory_format=torch.contiguous_format)
-            for _ in range(self._ranks)
-        ]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self._ranks)]
+        dist.all_gather(parts, part, group=self.group)
         return torch.cat(parts, dim)
 
     def _part(self, x: Tensor, dim: int) -> Tensor:
@@ -185,31 +186,30 @@ class SplitSequence:
 
     def _check(self, batch: Mapping[str, Any], shape: torch.Size) -> None:
         """Raise on all ranks if a rank's batch cannot be split, or is not the others'."""
-        problem, mask = "", batch.get("attention_mask")
-        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+        problem = ""
+        values = {}
+        for name, x in batch.items():
+            if not isinstance(x, Tensor):
+                continue
+            values[name] = _digest(x)
+            if not problem and name not in PADDING and x.shape[:2] == shape:
+                problem = (
+                    f"batch[{name!r}] has a value for each token, and an unknown name. split "
+                    "cannot tell whether it belongs to tokens, or to labels, which are shifted. "
+                    f'Cut it: part["{name}"] = sequence.cut({name}).'
+                )
+        mask = batch.get("attention_mask")
         if mask is not None and getattr(mask, "ndim", 0) != 2:
             problem = (
-                "must have the shape (batch, tokens), got "
-                f"{getattr(mask, 'shape', type(mask).__name__)}"
-            )
-            rule = "Masks of pairs of tokens cannot be rebuilt"
-            problem = message(
-                "attention_mask", problem, rule, "Pass position_ids that restart at each document"
-            )
-        for name in [
-            name for name, x in tensors.items() if name not in PADDING and x.shape[:2] == shape
-        ][:1]:
-            rule = "split cannot tell whether it belongs to tokens, or to labels, which are shifted"
-            fix = f'Cut it: part["{name}"] = sequence.cut({name})'
-            problem = message(
-                f"batch[{name!r}]", "has a value for each token, and an unknown name", rule, fix
+                "attention_mask must have the shape (batch, tokens), got "
+                f"{getattr(mask, 'shape', type(mask).__name__)}. Masks of pairs of tokens cannot "
+                "be rebuilt. Pass position_ids that restart at each document."
             )
         fix = (
             'Read data by mesh["dp"].get_local_rank(), as with DistributedSampler(rank=, '
             "num_replicas=)"
         )
-        seen = {name: _digest(x) for name, x in tensors.items()}
-        poll = Poll(same={**seen, "problem": problem}, fix=fix)
+        poll = Poll(same={**values, "problem": problem}, fix=fix)
         raise_together(None, [self.group], poll=poll, call="sequence.split:")
         if problem:
             raise ShardkitError(problem)
@@ -217,12 +217,11 @@ class SplitSequence:
 
 def _digest(x: Tensor) -> str:
     data = x.detach().cpu().contiguous()
-    content = (
-        hashlib.sha256((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
-        if data.nbytes
-        else None
-    )
-    return f"{x.dtype} {tuple(x.shape)} {content.hexdigest()[:16] if content else ''}"
+    content = ""
+    if data.nbytes:
+        memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
+        content = hashlib.sha256(memory).hexdigest()[:16]
+    return f"{x.dtype} {tuple(x.shape)} {content}"
 
 
 def _dim(name: str) -> int:
@@ -238,4 +237,6 @@ def _of_text(ids: Tensor | None) -> Tensor | None:
 
 def pad(x: Tensor, by: int, dim: int, value: float) -> Tensor:
     """Return ``x`` with ``by`` more elements of ``value`` at the end of ``dim``."""
-    return F.pad(x.movedim(dim, -1), (0, by), value=value).movedim(-1, dim) if by else x
+    if not by:
+        return x
+    return F.pad(x.movedim(dim, -1), (0, by), value=value).movedim(-1, dim)

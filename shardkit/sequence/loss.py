@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 
 
 def tiled_loss(
@@ -24,7 +24,7 @@ def tiled_loss(
     at a time.
 
     Backward computes each tile's logits again. ``head`` is called once, and all tiles are inside of
-    this call, so that FSDP2 gathers and reduces it once, also as a part of the unit ``[norm,
+    this call, so that FSDP2 unshards and reduces it once, also as a part of the unit ``[norm,
     head]`` or with a tied weight. Call it where the model would call ``head``: in its forward, or
     in a method of ``forward_methods``. Local.
 
@@ -45,35 +45,32 @@ def tiled_loss(
     """
     dims = hidden.ndim - 1
     if dims < 1 or labels.shape[:dims] != hidden.shape[:-1]:
-        problem = f"have shape {tuple(labels.shape)}, and hidden has {tuple(hidden.shape)}"
         raise ShardkitError(
-            message(
-                "labels", problem, "Each token needs a label", "Shift labels, then cut both alike"
-            )
+            f"labels have shape {tuple(labels.shape)}, and hidden has {tuple(hidden.shape)}. Each "
+            "token needs a label. Shift labels, then cut both alike."
         )
-    forward, own, made = head.forward, vars(head).get("forward"), list[Tensor]()
+    forward = head.forward
+    own = vars(head).get("forward")
+    totals: list[Tensor] = []
 
     def tile(hidden: Tensor, labels: Tensor) -> Tensor:
         return (loss or _cross_entropy)(forward(hidden), labels)
 
-    def in_tiles(
-        hidden: Tensor,
-    ) -> Tensor:  # labels are not an argument, since FSDP2 would cast weights to bf16
-        parts = zip(
-            hidden.flatten(0, -2).chunk(tiles),
-            labels.flatten(0, dims - 1).chunk(tiles),
-            strict=True,
-        )
-        made.append(
-            torch.stack([checkpoint(tile, *part, use_reentrant=False) for part in parts]).sum()
-        )
-        return made[0]
+    # Labels are not an argument: FSDP2 would cast those that are weights to bf16.
+    def in_tiles(hidden: Tensor) -> Tensor:
+        hidden_tiles = hidden.flatten(0, -2).chunk(tiles)
+        label_tiles = labels.flatten(0, dims - 1).chunk(tiles)
+        sums = []
+        for part in zip(hidden_tiles, label_tiles, strict=True):
+            sums.append(checkpoint(tile, *part, use_reentrant=False))
+        totals.append(torch.stack(sums).sum())
+        return totals[0]
 
     head.forward = in_tiles
     try:
         total: Tensor = head(hidden)
-        # FSDP2 cast it to the unit's output_dtype
-        return total if total.dtype == made[0].dtype else made[0]
+        # The sum before FSDP2 casts it to the unit's output_dtype.
+        return total if total.dtype == totals[0].dtype else totals[0]
     finally:
         if own is None:
             del head.forward

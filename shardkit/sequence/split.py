@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import named_sharded_parameters
-from shardkit.errors import PlanError, message, refuse
+from shardkit.errors import PlanError, refuse
 from shardkit.grads import reset_after_error
 from shardkit.ranks import collective_device, device_type, groups_of
 from shardkit.sequence.batch import ADVICE, Attention, SplitSequence
 
-# Modules that carry a state from token to token, or combine neighbors: too little at first to show
-# in logits.
+# Modules that carry a state from token to token, or combine neighbors: in a model that was not
+# trained too little to show in logits.
 _MIXES = re.compile(
     "Conv[123]d|Mamba|SSM|Recurrent|R[gG]L[rR][uU]|R[wW][kK][vV]|Delta|LinearAttention|Lightning|xLSTM"
 )
@@ -61,137 +62,145 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh) -> SplitSequence:
     from shardkit.sequence.attention import attach
 
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        shown = (
-            f"the axes {mesh.mesh_dim_names}"
-            if isinstance(mesh, DeviceMesh)
-            else f"a {type(mesh).__name__}"
+        given = f"a {type(mesh).__name__}"
+        if isinstance(mesh, DeviceMesh):
+            given = f"the axes {mesh.mesh_dim_names}"
+        raise PlanError(
+            f'mesh must be a DeviceMesh of one axis, got {given}. Pass training_mesh(sp=2)["sp"].'
         )
-        problem = f"must be a DeviceMesh of one axis, got {shown}"
-        raise PlanError(message("mesh", problem, "", 'Pass training_mesh(sp=2)["sp"]'))
-    inner = next(
-        (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
-    )
-    if inner is None:
-        fix = (
-            "Wrap its attention function: attend = shardkit.sequence.ulysses(attend, "
-            "mesh['sp'].get_group())"
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not models:
+        raise PlanError(
+            f"model must be or contain a model of transformers, got a {type(model).__name__}. Wrap "
+            "its attention function: attend = shardkit.sequence.ulysses(attend, "
+            "mesh['sp'].get_group())."
         )
-        problem = f"must be or contain a model of transformers, got a {type(model).__name__}"
-        raise PlanError(message("model", problem, "", fix))
-    group, own_text = mesh.get_group(), inner.config.get_text_config() is inner.config
-    models = [each for each in inner.modules() if isinstance(each, PreTrainedModel)]
-    takes = any("position_ids" in inspect.signature(each.forward).parameters for each in models)
-    decoder = inner if own_text else inner.get_decoder()  # type: ignore[no-untyped-call]
-    refuse([*_of_sharding(model, group), *_of_kind(inner, takes, decoder)])
-    sequence = SplitSequence(Attention(group, own_text))
-    _check(model, inner.config, sequence, lambda: attach(model, inner, sequence.attention))
+    inner = models[0]  # the outermost one
+    has_text_alone = inner.config.get_text_config() is inner.config
+    decoder: nn.Module = inner
+    if not has_text_alone:
+        decoder = inner.get_decoder()  # type: ignore[no-untyped-call]
+    group = mesh.get_group()
+    problems = _problems_of_sharding(model, group)
+    takes_positions = False
+    for module in inner.modules():
+        if isinstance(module, PreTrainedModel):
+            takes_positions |= "position_ids" in inspect.signature(module.forward).parameters
+    problems += _problems_of_kind(inner, decoder, takes_positions)
+    refuse(problems)
+    sequence = SplitSequence(Attention(group, has_text_alone))
+    split = functools.partial(attach, model, inner, sequence.attention)
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        split()
+    else:
+        _split_and_compare(model, inner.config, sequence, split)
     return sequence
 
 
-def _of_sharding(model: nn.Module, group: dist.ProcessGroup) -> Iterator[str]:
+def _problems_of_sharding(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    problems: list[str] = []
     if dist.get_backend(group) == "fake":  # nothing runs
-        return
+        return problems
     params = [param for _, param in named_sharded_parameters(model)]
     meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
     needed = set(dist.get_process_group_ranks(group))
-    missing = [needed - set(mesh.mesh.flatten().tolist()) for mesh in meshes]
-    if len(needed) > 1 and (not meshes or any(missing)):
-        lacking = f"lacks ranks {sorted(set().union(*missing))}" if meshes else "is not sharded"
-        rule = (
-            "FSDP's reduction sums the gradients of the parts, so it must include the ranks that "
-            "share a sequence"
+    missing: set[int] = set()
+    for mesh in meshes:
+        missing |= needed - set(mesh.mesh.flatten().tolist())
+    if len(needed) > 1 and (missing or not meshes):
+        lacks = f"has a mesh that lacks ranks {sorted(missing)}" if meshes else "is not sharded"
+        problems.append(
+            f"model {lacks}. FSDP's reduction sums the gradients of the parts, so it must include "
+            "the ranks that share a sequence. Call shard_model(model) over all ranks before "
+            "split_sequence."
         )
-        fix = "Call shard_model(model) over all ranks before split_sequence"
-        yield message("model", f"{'has a mesh that ' * bool(meshes)}{lacking}", rule, fix)
     if any(param.is_meta for param in params):
-        fix = "Call materialize or load weights first"
-        yield message("model", "is on the meta device", "Splitting runs the model", fix)
+        problems.append(
+            "model is on the meta device. Splitting runs the model. Call materialize or load "
+            "weights first."
+        )
+    return problems
 
 
-def _of_kind(inner: Any, takes_positions: bool, decoder: nn.Module) -> Iterator[str]:
+def _problems_of_kind(inner: Any, decoder: nn.Module, takes_positions: bool) -> list[str]:
     name = type(inner).__name__
+    problems = []
     if "split_attention" in vars(inner):
-        yield message(name, "is split already", "", "Use what the first call returned")
+        problems.append(f"{name} is split already. Use what the first call returned.")
     if getattr(inner.config, "is_encoder_decoder", False):
-        rule = "Only models with one of the two can be split"
-        yield message(name, "has an encoder and a decoder", rule, ADVICE)
+        problems.append(
+            f"{name} has an encoder and a decoder. Only models with one of the two can be split. "
+            f"{ADVICE}"
+        )
     if not takes_positions:
-        rule = "Each rank must tell the model the positions of its tokens"
-        yield message(name, "takes no position_ids", rule, ADVICE)
-    for fqn, kind in ((fqn, type(module).__name__) for fqn, module in decoder.named_modules()):
+        problems.append(
+            f"{name} takes no position_ids. Each rank must tell the model the positions of its "
+            f"tokens. {ADVICE}"
+        )
+    for fqn, module in decoder.named_modules():
+        kind = type(module).__name__
         if _MIXES.search(kind):
-            rule = "Only attention may combine tokens; state and convolutions cross parts"
-            yield message(fqn, f"is a {kind}", rule, ADVICE)
-            return  # one of many layers says it
+            problems.append(
+                f"{fqn} is a {kind}. Only attention may combine tokens; state and convolutions "
+                f"cross parts. {ADVICE}"
+            )
+            break  # one of many layers says it
+    return problems
 
 
 # One short forward whole and one split: whatever else a model does between tokens shows in the
 # logits.
 
 
-def _check(
+def _split_and_compare(
     model: nn.Module, config: Any, sequence: SplitSequence, split: Callable[[], Callable[[], None]]
 ) -> None:
-    """Split a model by ``split``, and undo that and raise if its logits change. Collective, unless
-    values are fake.
-    """
-    ranks = sequence.group.size()
-    if ranks == 1 or dist.get_backend(sequence.group) == "fake":
-        split()
-        return
-    padded, packed = ((batch, _logits(model, batch)) for batch in _batches(config, ranks))
+    """Split a model by ``split``; undo that and raise if its logits change. Collective."""
+    padded, packed = _batches(config, sequence.group.size())
+    padded_logits = _logits(model, padded)
+    packed_logits = _logits(model, packed)
     undo = split()
     try:
-        wrong = _wrong_anywhere(model, sequence, *padded)
+        wrong = _wrong_anywhere(model, sequence, padded, padded_logits)
         for sequence.attention.packs in (True, False):
-            apart = _wrong_anywhere(model, sequence, *packed)
-            if apart <= _MOST_WRONG:
+            wrong_in_packed = _wrong_anywhere(model, sequence, packed, packed_logits)
+            if wrong_in_packed <= _MOST_WRONG:
                 break
-        wrong = max(wrong, apart)
+        wrong = max(wrong, wrong_in_packed)
         if wrong > _MOST_WRONG:
-            problem = f"has other logits for {wrong:.0%} of the tokens when a sequence is split"
-            rule = (
-                "Only attention by transformers' AttentionInterface may combine tokens, at "
-                "positions counted from 0: "
+            raise PlanError(
+                f"{type(model).__name__} has other logits for {wrong:.0%} of the tokens when a "
+                "sequence is split. Only attention by transformers' AttentionInterface may combine "
+                "tokens, at positions counted from 0: no state (Mamba, linear attention), "
+                f"convolution, or attention inside a forward. {ADVICE}"
             )
-            rule += "no state (Mamba, linear attention), convolution, or attention inside a forward"
-            raise PlanError(message(type(model).__name__, problem, rule, ADVICE))
     except BaseException:
         undo()
         raise
 
 
-def _batches(config: Any, ranks: int) -> list[dict[str, Tensor]]:
-    """Return two batches that need padding, on all ranks the same: padded on the left, and of two
-    documents a part.
+def _batches(config: Any, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return two batches that need padding, on all ranks the same: padded on the left, and packed
+    with more than one document in each part.
     """
+    special = set()  # tokens with a meaning, such as the end of a sequence or an image
+    configs = [config]
+    for name in config.sub_configs:
+        if getattr(config, name, None):
+            configs.append(getattr(config, name))
+    for part in configs:
+        for name, value in vars(part).items():
+            if "token" in name and isinstance(value, int):
+                special.add(value)
+    vocabulary = range(min(config.get_text_config().vocab_size, 997))
+    usable = [token for token in vocabulary if token not in special]
     length, device = _TOKENS * ranks - 1, device_type()
-    configs = [
-        config,
-        *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None)),
-    ]
-    special = {
-        x
-        for each in configs
-        for name, x in vars(each).items()
-        if "token" in name and isinstance(x, int)
-    }
-    usable = [
-        token
-        for token in range(min(config.get_text_config().vocab_size, 997))
-        if token not in special
-    ]
-    ids = torch.tensor(
-        [usable[index * 7919 % len(usable)] for index in range(2 * length)], device=device
-    )
-    ids = ids.view(2, length)
+    tokens = [usable[index * 7919 % len(usable)] for index in range(2 * length)]
+    ids = torch.tensor(tokens, device=device).view(2, length)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    documents = torch.arange(length, device=device).remainder(_TOKENS - 2).repeat(2, 1)
-    return [
-        {"input_ids": ids, "attention_mask": mask},
-        {"input_ids": ids, "position_ids": documents},
-    ]
+    positions = torch.arange(length, device=device).remainder(_TOKENS - 2).repeat(2, 1)
+    return {"input_ids": ids, "attention_mask": mask}, {"input_ids": ids, "position_ids": positions}
 
 
 def _logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -208,9 +217,9 @@ def _logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         reset_after_error(model)
         if isinstance(error, PlanError):
             raise
-        problem = f"does not run on {', '.join(batch)}: {type(error).__name__}: {error}"
         raise PlanError(
-            message("model", problem, "Splitting runs the model on a few tokens", ADVICE)
+            f"model does not run on {', '.join(batch)}: {type(error).__name__}: "
+            f"{str(error).rstrip('. ')}. Splitting runs the model on a few tokens. {ADVICE}"
         ) from error
     finally:
         for module in training:
@@ -223,25 +232,28 @@ def _wrong_anywhere(
     """Return the largest part of a rank's tokens whose logits are not ``expected``. Collective over
     all ranks.
     """
-    found = _logits(model, sequence.split(batch))
+    logits = _logits(model, sequence.split(batch))
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    wrong = torch.tensor(_wrong_part(sequence, found, expected, mask))
+    wrong = torch.tensor(_wrong_part(sequence, logits, expected, mask))
     for group in [sequence.group, *groups_of(model)]:
         wrong = wrong.to(collective_device(group))
         dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
     return float(wrong)
 
 
-def _wrong_part(sequence: SplitSequence, found: Tensor, expected: Tensor, mask: Tensor) -> float:
+def _wrong_part(sequence: SplitSequence, logits: Tensor, whole: Tensor, mask: Tensor) -> float:
+    """Return the part of this rank's tokens whose logits differ from those of the whole; all if
+    attention was not split.
+    """
     dtypes = sequence.attention.dtypes
-    if not dtypes or found.shape[1] != _TOKENS:
+    if not dtypes or logits.shape[1] != _TOKENS:
         return 1.0
-    wanted = sequence.cut(expected)
+    expected = sequence.cut(whole)
     # Eager attention in float64 gives rows that are padded on the left nan, split or not
     # (transformers 5).
-    real = sequence.cut(mask).bool() & wanted.isfinite().all(-1)
+    real = sequence.cut(mask).bool() & expected.isfinite().all(-1)
     precision = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes))
-    error = (found - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1)
+    error = (logits - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
     wrong = ~(error <= precision**0.5) & real
     if (wrong.any(0) & (wrong | ~real).all(0)).any():  # at the parts' border, in all rows
         return 1.0

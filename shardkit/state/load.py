@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import is_wrapper, local_tensor
 from shardkit.boxes import EACH_ALONE, Move, model_group, scatter, share
 from shardkit.errors import CheckpointError, ShardkitError, listing
-from shardkit.meta.materialize import (
+from shardkit.meta.targets import (
     Target,
     check_unbound,
     find_targets,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_net import EXPERTS, RULES, ExpertNet, batch, expert_plan, train_both
-from layouts_net import full
+from layouts import full
 from meshes import mesh_of
 from torch import nn
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sequence_parity import difference
 from small_moe import MoE
+from split_training import difference
 from torch import Tensor, nn
 
 from shardkit import (

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from layouts_net import (
+from layouts import (
     LAYOUTS,
     assert_equal,
     assert_plain_values,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import parity
 import torch
 import torch.nn.functional as F
+from plain_and_sharded import assert_trains_like_plain
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from zoo_entry import Entry, floats
@@ -131,7 +131,7 @@ def _seen(cell: Cell, entry: str | Entry) -> str:
     eager = functools.partial(torch.compile, backend="aot_eager")
     try:
         with mock.patch.object(torch, "compile", eager):
-            parity.one_counts(entry, mesh, "sgd", 2, micro_batches, **options)
+            assert_trains_like_plain(entry, mesh, "sgd", 2, micro_batches, **options)
     except ShardkitError as error:
         return f"refused: {error}"
     except Exception as error:

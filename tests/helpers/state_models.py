@@ -7,7 +7,7 @@ from collections.abc import Callable
 import grads_net
 import torch
 import torch.distributed as dist
-from layouts_net import blockwise, columns, hsdp, plain, tensor_parallel
+from layouts import blockwise, columns, hsdp, plain, tensor_parallel
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -115,7 +115,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     )
 }
 
-# Those that ``layouts_net`` has not, and two of it, for models with ties, extra state and buffers.
+# Those that ``layouts`` has not, and two of it, for models with ties, extra state and buffers.
 OTHERS = [name for name in LAYOUTS if name not in ("hsdp", "columns")]
 
 

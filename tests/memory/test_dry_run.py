@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from entry_nets import differences
+from hook_models import differences
 from meshes import mesh_of
 from small_models import Block, Decoder, snapshot
 from torch import Tensor, nn

@@ -25,8 +25,8 @@ from shardkit import (
     plan_model,
 )
 from shardkit.memory import estimate, plan_for_budget
-from shardkit.memory.timeline import OptimizerBytes, timeline
-from shardkit.memory.trace import trace
+from shardkit.memory.allocations import OptimizerBytes, timeline
+from shardkit.memory.tracing import trace
 from shardkit.sequence import tiled_loss
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

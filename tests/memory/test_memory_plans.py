@@ -30,7 +30,7 @@ from shardkit import (
 )
 from shardkit.memory import BudgetPlan, estimate, plan_for_budget
 from shardkit.memory.budget import limit_of
-from shardkit.memory.trace import trace
+from shardkit.memory.tracing import trace
 from shardkit.testing import distributed, fake_world
 
 

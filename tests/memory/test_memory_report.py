@@ -20,7 +20,7 @@ from shardkit import (
     plan_model,
 )
 from shardkit.memory import estimate
-from shardkit.memory.timeline import Prediction
+from shardkit.memory.allocations import Prediction
 from shardkit.testing import fake_world
 
 HELD = ("parameters", "gradients", "optimizer", "unsharded")

@@ -1,14 +1,14 @@
 """Meta init on models as people have them: the whole zoo, and constructions of transformers that
 are special.
 
-``python tests/helpers/sweep_meta.py`` does the same for all causal LMs of transformers.
+``benchmarks/sweeps/meta_init.py`` does the same for all causal LMs of transformers.
 """
 
 from __future__ import annotations
 
 import pytest
 from meta_check import check_same_as_ordinary
-from sweep_meta import builder
+from tiny_transformers import builder
 from zoo import ZOO
 
 from shardkit.meta import init_on_meta

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from entry_nets import differences
+from hook_models import differences
 from meshes import mesh_of
 from small_models import Block
 from torch import Tensor, nn

@@ -9,7 +9,7 @@ import inspect
 
 import pytest
 import torch
-from entry_nets import (
+from hook_models import (
     OPTIONS,
     Coder,
     Critic,

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import parity
 import pytest
 import torch
 import torch.distributed as dist
 from meshes import mesh_of
+from plain_and_sharded import assert_trains_like_plain
 from small_models import Decoder
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -245,11 +245,11 @@ def test_on_two_axes_bit_for_bit(name: str) -> None:
     bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if name == "llama":
         options = {"mp_policy": bfloat16, "optimizer": "adamw on local shards", "steps": 2}
-        parity.one_counts(name, mesh=(2, 2), replicate=by_class("LlamaRMSNorm"), **options)
+        assert_trains_like_plain(name, mesh=(2, 2), replicate=by_class("LlamaRMSNorm"), **options)
         return
     # AdamW steps on DTensors and plain scalars together in one; the other one's many DTensors would
     # take seconds.
-    parity.one_counts(
+    assert_trains_like_plain(
         name,
         mesh=(2, 2),
         steps=3,
@@ -257,8 +257,8 @@ def test_on_two_axes_bit_for_bit(name: str) -> None:
     )
     if name == "clip":  # the rest takes seconds, and is about the small model's scalars
         return
-    parity.one_counts(name, mesh=(4, 1), steps=2, optimizer="sgd")
-    parity.one_counts(
+    assert_trains_like_plain(name, mesh=(4, 1), steps=2, optimizer="sgd")
+    assert_trains_like_plain(
         name, mesh=(2, 2), steps=2, mp_policy=bfloat16, optimizer="adamw on local shards"
     )
 

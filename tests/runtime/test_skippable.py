@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sequence_parity import difference, pictures, vision_language
 from skipping_nets import batch, net
 from small_models import Decoder
+from split_training import difference, pictures, vision_language
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint

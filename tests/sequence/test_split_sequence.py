@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import transformers as tf
 from memory_count import counted_peak
 from meshes import mesh_of
-from sequence_parity import difference, kinds, loss_of, parity, pictures, split, vision_language
+from split_training import difference, differences, kinds, loss_of, pictures, split, vision_language
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 from zoo_transformers import SIZES
@@ -26,7 +26,7 @@ from shardkit import MeshSpec, accumulate, plan_model, shard_model
 from shardkit.errors import PlanError, ShardkitError
 from shardkit.memory import estimate
 from shardkit.sequence import split_sequence, training_mesh, ulysses
-from shardkit.sequence.exchange import Heads, deal
+from shardkit.sequence.heads import Heads, deal
 from shardkit.testing import comm_counts, distributed, fake_world
 
 SIZE = {
@@ -77,8 +77,8 @@ def adapted(model):
 
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_size=4, backend="gloo")
-def test_parity(name):
-    apart = parity(build(name), [kinds(0), kinds(1)], sp=2)
+def test_a_split_model_trains_like_the_whole(name):
+    apart = differences(build(name), [kinds(0), kinds(1)], sp=2)
     assert max(apart) < 1e-14
 
 
@@ -89,19 +89,19 @@ def test_eager_attention_of_rows_that_are_padded_on_the_left():
     """
     # its softmax is float32, and nan for float64
     model = build("Llama", attn_implementation="eager").float()
-    loss, grads = parity(model, [kinds(0)[1:2]], sp=2)
+    loss, grads = differences(model, [kinds(0)[1:2]], sp=2)
     assert max(loss, grads) < 1e-6
 
 
 @distributed(world_size=4, backend="gloo")
 def test_adapters_checkpointed_blocks_and_four_ranks():
-    apart = parity(adapted(build("Qwen3")), [kinds(0)], sp=4, checkpoint_activations=True)
+    apart = differences(adapted(build("Qwen3")), [kinds(0)], sp=4, checkpoint_activations=True)
     assert max(apart) < 1e-14
 
 
 @distributed(world_size=4, backend="gloo")
 def test_a_vision_language_model_splits_its_text():
-    loss, grads = parity(
+    loss, grads = differences(
         vision_language(), [[pictures(0), pictures(2, 18)], [pictures(1), pictures(3)]], sp=2
     )
     assert loss < 1e-14

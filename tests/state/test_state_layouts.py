@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from layouts_net import LAYOUTS, assert_equal, assert_plain_values, built, plain, stage, values_of
+from layouts import LAYOUTS, assert_equal, assert_plain_values, built, plain, stage, values_of
 from meshes import mesh_of
 
 from shardkit.checkpoint import named_full_tensors

@@ -1,8 +1,8 @@
 """A sharded model trains as the plain one does: on every model of the zoo, and under every setting
 on a few.
 
-``parity`` has the rank's body, and says why no bit may differ between losses, gradients, parameters
-and buffers.
+``plain_and_sharded`` has the rank's body, and says why no bit may differ between losses, gradients,
+parameters and buffers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import itertools
 from collections import Counter
 
 import matrix
-import parity
 import pytest
 import torch
 from meshes import mesh_of
+from plain_and_sharded import assert_trains_like_plain
 from random_models import GOOD, drawn, outcomes
 from sent_bytes import GATHER, SentBytes
 from zoo import ZOO
@@ -47,14 +47,14 @@ VARIETY = ["nanogpt_tied", "t5", "frozen"]
 def test_default_rule(name):
     # Two ranks and two steps, so that each counts once; steps on local shards take less time than
     # on DTensors.
-    parity.one_counts(name, mesh=(2,), optimizer="adamw on local shards", steps=2)
+    assert_trains_like_plain(name, mesh=(2,), optimizer="adamw on local shards", steps=2)
 
 
 @pytest.mark.parametrize("name", VARIETY)
 @pytest.mark.parametrize("setting", SETTINGS)
 @distributed(world_size=2, backend="gloo")
 def test_settings(setting, name):
-    parity.one_counts(name, mesh=(2,), optimizer="sgd", steps=2, **SETTINGS[setting])
+    assert_trains_like_plain(name, mesh=(2,), optimizer="sgd", steps=2, **SETTINGS[setting])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_settings(setting, name):
 )
 @distributed(world_size=4, backend="gloo")
 def test_settings_on_4_ranks(setting, name):
-    parity.one_counts(name, **{"optimizer": "sgd", "steps": 2} | ON_4_RANKS[setting])
+    assert_trains_like_plain(name, **{"optimizer": "sgd", "steps": 2} | ON_4_RANKS[setting])
 
 
 @distributed(world_size=4, backend="gloo", timeout=600)
@@ -95,7 +95,7 @@ def test_float8_weights_are_gathered_in_float8():
 
 @distributed(world_size=2, backend="gloo")
 def test_equal_or_refused() -> None:
-    cases = drawn(24, 1)  # tests/helpers/sweep_models.py draws others
+    cases = drawn(24, 1)  # benchmarks/sweeps/random_cases.py draws others
     found = outcomes(cases)
     counts = Counter(each.partition(":")[0] for each in found)
     assert not [

@@ -22,7 +22,7 @@ from shardkit import (
     shard_model,
 )
 from shardkit.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
-from shardkit.memory.timeline import OptimizerBytes, unit_bytes
+from shardkit.memory.allocations import OptimizerBytes, unit_bytes
 from shardkit.plan import Collectives
 from shardkit.testing import comm_counts, distributed
 

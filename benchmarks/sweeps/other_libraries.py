@@ -1,6 +1,7 @@
 """Models of other libraries, plain and under ``shard_model(model)``: two steps of SGD on two ranks.
 
-By hand, about 15 minutes: ``python tests/helpers/sweep_models_of_others.py [library[/model] ...]``.
+About 15 minutes, and ``[library[/model] ...]`` for some:
+``PYTHONPATH=.:tests/helpers python benchmarks/sweeps/other_libraries.py``.
 Libraries that are not installed are left out. What is wrong, refused or raises is tried with
 ``fully_shard`` by hand on the same units.
 """
@@ -16,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sweep_meta import sweep
-from sweep_parity import ROUNDING, Shard, outcome, square_of, verdict
 from torch import Tensor, nn
+from transformers_models import ROUNDING, Shard, outcome, square_of, verdict
+from verdicts import sweep
 from zoo_entry import floats, integers
 
 from shardkit.testing import RankPool

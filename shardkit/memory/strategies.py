@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardkit.errors import PlanError, listing
-from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
-from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
+from shardkit.memory.allocations import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
+from shardkit.memory.tracing import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes

@@ -109,7 +109,7 @@ def difference(model: nn.Module, plain: nn.Module) -> float:
     return float((apart / norm).sqrt())
 
 
-def parity(
+def differences(
     model: nn.Module, batches: list[list[Batch]], sp: int, **settings: Any
 ) -> tuple[float, float]:
     """The differences of the loss and of the gradients; ``batches`` are the micro-batches of each

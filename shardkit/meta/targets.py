@@ -69,7 +69,8 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
         ShardkitError: the model is not sharded, or was not built under ``init_on_meta``; ranks have
             different seeds or constructions. Nothing was changed.
     """
-    groups, targets = groups_of(model), find_targets(model)
+    groups = groups_of(model)
+    targets = find_targets(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardkitError(
             "model is not sharded. materialize computes only this rank's shards. "
@@ -114,20 +115,22 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
     """Return the chosen parameters and buffers, and other meta tensors that modules hold, each
     once. Local, pure.
     """
-    found: dict[int, Target] = {}
+    targets: dict[int, Target] = {}
     for path, module in model.named_modules():
         prefix = path + "." if path else ""
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and chosen(tensor):
-                target = found.setdefault(id(tensor), Target(tensor))
+                target = targets.setdefault(id(tensor), Target(tensor))
                 target.fqns.append(prefix + name)
                 target.slots.append((module, name))
-    for each in references(model):
-        if is_plain_meta(each.tensor):
-            target = found.setdefault(id(each.tensor), Target(each.tensor))
-            target.fqns = target.fqns or [f"{each.name} (an attribute)"]
-            target.places.append(each.put)
-    return list(found.values())
+    for reference in references(model):
+        tensor = reference.tensor
+        if is_plain_meta(tensor):
+            target = targets.setdefault(id(tensor), Target(tensor))
+            target.places.append(reference.put)
+            if not target.fqns:
+                target.fqns.append(f"{reference.name} (an attribute)")
+    return list(targets.values())
 
 
 def prepare(
@@ -145,36 +148,37 @@ def prepare(
         target.view = _recorded(target)
     _check_targets(targets)
     cutter = Cutter(model)
-    finals = [
-        Final(target.view, partial(cutter.cut, target))
-        for target in targets
-        if target.view is not None
-    ]
+    finals = []
+    for target in targets:
+        assert target.view is not None
+        finals.append(Final(target.view, partial(cutter.cut, target)))
     return Player(open_tape(), finals, device, settle)
 
 
 def _recorded(target: Target) -> View | None:
     """Find a tensor on the tape: by its storage, or by its module and name if it has a new one."""
     if is_plain_meta(target.tensor):
-        found = open_tape().find(target.tensor)
-        if found is not None:
-            return found
-    known: set[View] = set()
+        view = open_tape().find(target.tensor)
+        if view is not None:
+            return view
+    views: set[View] = set()
     for module, name in target.slots:
         if module in records and name in records[module].views:
-            known.add(records[module].views[name])
-    if len(known) > 1:
+            views.add(records[module].views[name])
+    if len(views) > 1:
         _refuse(
             [target],
             "became one tensor after init_on_meta. Each was recorded with its own value. Tie them "
             "inside init_on_meta().",
         )
-    return next(iter(known), None)
+    return next(iter(views), None)
 
 
 def _refuse(targets: list[Target], problem: str) -> None:
-    if targets:
-        names = [fqn for target in targets for fqn in target.fqns]
+    names: list[str] = []
+    for target in targets:
+        names += target.fqns
+    if names:
         raise ShardkitError(f"{', '.join(names)} {problem}")
 
 
@@ -186,29 +190,31 @@ def _check_targets(targets: list[Target]) -> None:
         "its adapters (get_peft_model) and its initializers inside init_on_meta().",
     )
     written = open_tape().written()
-    old, garbage, changed = [], [], []
-    registered = [target.view for target in targets if target.slots]
+    registered = {target.view for target in targets if target.slots}
+    replaced, unwritten, reshaped = [], [], []
     for target in targets:
         view, tensor = target.view, target.tensor
         assert view is not None
         if tensor.numel() and view.storage not in written:
-            garbage.append(target)
+            unwritten.append(target)
         # A parameter from before fully_shard would get values of its own, and never train.
         if not target.slots and isinstance(tensor, nn.Parameter) and view in registered:
-            old.append(target)
+            replaced.append(target)
         if view.size != tuple(tensor.shape):
-            changed.append(target)
+            reshaped.append(target)
     _refuse(
-        garbage,
+        unwritten,
         "would stay uninitialized: its construction writes nothing to it. Initialize it inside "
         "init_on_meta().",
     )
     _refuse(
-        old,
+        replaced,
         "is a parameter that fully_shard has replaced in its module, and would not train. Shard "
         "with shard_model, which updates such references, or remove the reference before sharding.",
     )
-    _refuse(changed, "has another shape than was recorded. Change the shape inside init_on_meta().")
+    _refuse(
+        reshaped, "has another shape than was recorded. Change the shape inside init_on_meta()."
+    )
     check_unbound(targets)
 
 
@@ -216,13 +222,13 @@ def check_unbound(targets: list[Target]) -> None:
     """Raise if ``install`` would lose a gradient hook, or be refused because of a weak
     reference.
     """
-    bound = []
+    held = []
     for target in targets:
         tensor = target.tensor
         if isinstance(tensor, DTensor) and (weakref.getweakrefs(tensor) or tensor_hooks(tensor)):
-            bound.append(target)
+            held.append(target)
     _refuse(
-        bound,
+        held,
         "has a hook of register_hook, or a weak reference to it exists. materialize uses "
         "torch.utils.swap_tensors, which drops such hooks and raises for weak references. Register "
         "the hook, or create the reference, after materialize.",
@@ -240,12 +246,15 @@ def target_device(model: nn.Module) -> Callable[[Tensor], torch.device]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             offloaded.update(id(param) for param in offloaded_parameters(module))
-    first = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
-    plain = torch.device("cpu") if first is None else device_of(first.device_mesh)
+    device_of_plain = torch.device("cpu")
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            device_of_plain = device_of(param.device_mesh)
+            break
 
     def device(tensor: Tensor) -> torch.device:
         if not isinstance(tensor, DTensor):
-            return plain
+            return device_of_plain
         return torch.device("cpu") if id(tensor) in offloaded else device_of(tensor.device_mesh)
 
     return device
@@ -256,7 +265,7 @@ class Cutter:
 
     def __init__(self, model: nn.Module) -> None:
         self._device = target_device(model)
-        # of plain tensors, so that aliases stay aliases
+        # Of plain tensors on their device, by number: tensors that share memory share it there.
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def cut(self, target: Target, full: Tensor) -> None:
@@ -272,9 +281,8 @@ class Cutter:
             target.value = full.to(device, tensor.dtype, copy=True)
         else:
             if view.storage not in self._storages:
-                in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device).set_(
-                    full.untyped_storage()
-                )
+                in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device)
+                in_bytes.set_(full.untyped_storage())
                 self._storages[view.storage] = in_bytes.to(device).untyped_storage()
             target.value = view.of(self._storages[view.storage])
 
@@ -289,18 +297,18 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         value.__dict__.update(tensor.__dict__)
-        target.value, hooks = None, post_accumulate_hooks(tensor)
+        target.value = None
+        hooks = post_accumulate_hooks(tensor)
         try:
             torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
-        # a weak reference to it, or a view of it, holds on to its present content
-        except RuntimeError:
+        except RuntimeError:  # a weak reference to it, or a view of it, holds its present content
             if isinstance(tensor, DTensor):
                 raise
             for module, name in target.slots:
-                places: dict[str, Any] = (
-                    module._parameters if name in module._parameters else module._buffers
-                )
-                places[name] = value
+                registry: dict[str, Any] = module._buffers
+                if name in module._parameters:
+                    registry = module._parameters
+                registry[name] = value
             for put in target.places:
                 put(value)
         if hooks:

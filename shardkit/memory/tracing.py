@@ -2,7 +2,7 @@
 unshard and reshard units.
 
 All that is allocated between two such points is the model's own: activations, temporaries,
-gradients. What units hold follows from the plan and is added by :mod:`shardkit.memory.timeline`, so
+gradients. What units hold follows from the plan and is added by :mod:`shardkit.memory.allocations`, so
 one trace serves every strategy.
 """
 

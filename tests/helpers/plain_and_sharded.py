@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layouts_net import full
+from layouts import full
 from meshes import mesh_of, part_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,7 +36,7 @@ OPTIMIZERS = {
 PLAIN = {"adamw on local shards": "adamw"}
 
 
-def one_counts(
+def assert_trains_like_plain(
     name: str | Entry,
     mesh: tuple[int, ...] = (4,),
     optimizer: str = "adamw",

@@ -1,6 +1,7 @@
 """Split sequences against one process, on every causal LM of transformers: losses and gradients.
 
-Run by hand, some minutes: ``python tests/helpers/sweep_sequence.py [--sp 2] [--dp 2] [name ...]``.
+Some minutes, with ``[--sp 2] [--dp 2] [name ...]``:
+``PYTHONPATH=.:tests/helpers python benchmarks/sweeps/split_sequences.py``.
 One step of micro-batches of odd length, padded on the left and on the right, and packed, as far as
 the model runs them unsplit, in float64. A model is equal within 1e-12, refused by name, or a line
 of its own. Models that compute in float32 inside are run a second time with float32 replaced by
@@ -18,15 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from sequence_parity import difference, kinds, plain_step, split, split_step
-from sweep_meta import FIXES, builder, causal_lms, is_large, sweep
+from split_training import difference, kinds, plain_step, split, split_step
+from tiny_transformers import FIXES, builder
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from verdicts import causal_lms, is_large, sweep
 
 from shardkit.errors import PlanError
 from shardkit.testing import RankFailure, RankPool
 
-# Sizes that the small values of sweep_meta do not fit.
+# Sizes that the small values of tiny_transformers do not fit.
 LATENT = {
     "head_dim": 4,
     "num_key_value_heads": 4,

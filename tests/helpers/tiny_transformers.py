@@ -1,25 +1,12 @@
-"""Meta init against ordinary construction, on every causal LM of transformers and a choice of other
-models.
-
-Run by hand, a few minutes: ``python tests/helpers/sweep_meta.py [name ...]``. CI runs a part, in
-``test_meta_zoo.py``.
-"""
+"""Every model of transformers, tiny, by the name of its class."""
 
 from __future__ import annotations
 
 import functools
-import sys
-import tempfile
-import time
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import transformers
-from meta_check import check_same_as_ordinary
 from torch import nn
 
 # Small values for whatever a config calls its sizes. Only construction runs, so they need not fit
@@ -77,15 +64,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     }
 }
 
-OTHERS = (
-    "BertModel", "BertForMaskedLM", "T5ForConditionalGeneration", "WhisperForConditionalGeneration", "ViTModel",
-    "ViTForImageClassification", "CLIPModel", "SwinModel", "BeitModel", "DeiTModel", "Dinov2Model", "ResNetModel",
-    "ConvNextModel", "Wav2Vec2Model", "HubertModel", "BartModel", "DistilBertModel", "RobertaModel", "DebertaV2Model",
-    "ElectraModel", "AlbertModel", "ModernBertModel", "ModernBertForMaskedLM", "LongformerModel", "SiglipModel",
-    "SegformerModel", "DetrModel", "MBartModel", "PegasusModel", "LongT5Model", "UMT5Model", "FunnelModel",
-    "PerceiverModel", "VideoMAEModel", "ViTMAEModel", "ASTModel", "SamModel", "BlipModel", "FlavaModel", "LlavaModel",
-)  # fmt: skip
-
 
 def shrink(config: Any) -> Any:
     """Make a default config tiny, with its sub-configs, in place."""
@@ -107,15 +85,6 @@ def _is_size(present: int, value: int) -> bool:
     return present > 0 and value > 0
 
 
-def is_large(name: str) -> bool:
-    """Whether building it would take minutes; False where it does not build on meta either."""
-    try:
-        with torch.device("meta"):
-            return sum(param.numel() for param in builder(name)().parameters()) > 30_000_000
-    except Exception:
-        return False
-
-
 def builder(name: str) -> Callable[[], nn.Module]:
     """A function that builds the tiny model of that transformers class."""
     model_class = getattr(transformers, name)
@@ -124,44 +93,3 @@ def builder(name: str) -> Callable[[], nn.Module]:
         *path, last = key.split(".")
         setattr(functools.reduce(getattr, path, config), last, value)
     return lambda: model_class(config)
-
-
-def causal_lms() -> list[str]:
-    """The class names of all causal LMs."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-
-
-def sweep(names: list[str], verdict: Callable[[str], tuple[str, str]]) -> Counter[str]:
-    """Print a line for each model of which the verdict, a word and a detail, is not "equal", and
-    return the counts.
-    """
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    counts, begin = Counter[str](), time.perf_counter()
-    for name in names:
-        kind, detail = verdict(name)
-        counts[kind] += 1
-        if kind != "equal":
-            print(f"{name}: {kind}: {detail}", flush=True)
-    print(f"of {counts.total()}: {dict(counts)}; {time.perf_counter() - begin:.0f} s", flush=True)
-    return counts
-
-
-def built_alike(name: str) -> tuple[str, str]:
-    try:
-        build = builder(name)
-        build()
-    except Exception as error:
-        return "not built", f"{type(error).__name__}: {str(error)[:120]}"
-    try:
-        check_same_as_ordinary(build)
-    except Exception as error:
-        return "different", f"{type(error).__name__}: {str(error)[:600]}"
-    return "equal", ""
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
-    sweep(sys.argv[1:] or [*causal_lms(), *OTHERS], built_alike)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardkit.errors import PlanError
-from shardkit.memory.trace import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD, Trace
+from shardkit.memory.tracing import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD, Trace
 from shardkit.plan import ShardingPlan, ShardUnit
 
 STEP = "optimizer step"

@@ -1,5 +1,6 @@
-"""Many random models: ``sweep_models.py --cases 2000`` prints those that are neither equal nor
-refused.
+"""Many random models: prints those that neither train like the plain model nor are refused.
+
+``PYTHONPATH=.:tests/helpers python benchmarks/sweeps/random_cases.py --cases 2000``
 """
 
 from __future__ import annotations

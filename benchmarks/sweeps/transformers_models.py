@@ -1,9 +1,8 @@
-"""Zero-argument parity on models of transformers: the plain model against ``shard_model(model)``,
-two steps of SGD.
+"""Models of transformers, plain and under ``shard_model(model)``: two steps of SGD on two ranks.
 
-Run by hand, about ten minutes: ``python tests/helpers/sweep_parity.py [name ...]``. Every base
-model of ``AutoModel`` that can be built tiny and run on made-up inputs is tried, in eval mode. CI
-runs those in the zoo.
+About ten minutes: ``PYTHONPATH=.:tests/helpers python benchmarks/sweeps/transformers_models.py``
+with ``[name ...]``. Every base model of ``AutoModel`` that can be built tiny and run on made-up
+inputs is tried, in eval mode. CI runs those in the zoo.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from sweep_meta import builder, is_large, sweep
+from tiny_transformers import builder
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from verdicts import is_large, sweep
 
 from shardkit import plan_model, shard_model
 from shardkit._fsdp.collectives import reduce_unused

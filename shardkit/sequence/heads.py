@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError
 
 
 class _Exchange(torch.autograd.Function):
@@ -56,17 +56,14 @@ class Heads(NamedTuple):
 def deal(queries: int, keys: int, ranks: int) -> Heads:
     """Deal ``queries`` query heads and ``keys`` key and value heads to ``ranks``."""
     if queries % ranks or queries % keys:
-        problem = f"has {queries} query heads and {keys} key and value heads, on {ranks} ranks"
-        rule = (
-            "Each rank computes the same number of query heads, and each key head serves the same "
-            "number of them"
+        fix = "Repeat the key heads yourself"
+        if queries % ranks:
+            fix = f"Use a number of ranks that divides {queries}"
+        raise PlanError(
+            f"attention has {queries} query heads and {keys} key and value heads, on {ranks} "
+            "ranks. Each rank computes the same number of query heads, and each key head serves "
+            f"the same number of them. {fix}."
         )
-        fix = (
-            f"Use a number of ranks that divides {queries}"
-            if queries % ranks
-            else "Repeat the key heads yourself"
-        )
-        raise PlanError(message("attention", problem, rule, fix))
     copies = ranks // math.gcd(keys, ranks)
     if (queries // keys) % copies:  # the heads of a rank belong to unequal parts of groups
         copies = queries // keys
@@ -81,11 +78,13 @@ def to_heads(
     """
     copies = deal(query.shape[heads], key.shape[heads], group.size()).copies
     if copies > 1:
-        key, value = key.repeat_interleave(copies, heads), value.repeat_interleave(copies, heads)
-    query, key, value = (
-        exchange(x, group, split=heads, concat=sequence) for x in (query, key, value)
+        key = key.repeat_interleave(copies, heads)
+        value = value.repeat_interleave(copies, heads)
+    return (
+        exchange(query, group, heads, sequence),
+        exchange(key, group, heads, sequence),
+        exchange(value, group, heads, sequence),
     )
-    return query, key, value
 
 
 def ulysses(
