@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -36,12 +35,9 @@ ALONE = 1 << 18
 # not once for each rank.
 BY_MESSAGES = ("gloo", "fake")
 
-Item = TypeVar("Item")
 # a view to read or write, and the dtype in which it travels
 Part: TypeAlias = tuple[Tensor, torch.dtype]
 
-# things are sent in the smaller dtype of both ends, so that nothing is rounded twice
-_by_size = attrgetter("itemsize")
 _holders: WeakKeyDictionary[DeviceMesh, dict[object, list[tuple[int, Box]]]] = WeakKeyDictionary()
 _coordinates: WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] = WeakKeyDictionary()
 # that were made, by ranks; torch holds them until ``destroy_process_group``
@@ -51,9 +47,20 @@ _groups: WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = WeakValueDict
 class Move(NamedTuple):
     """A full tensor to be written into the shards of another."""
 
-    target: Tensor  # DTensor or plain
+    tensor: Tensor  # DTensor or plain
     full: Tensor | None  # on the ranks that have it
     dtype: torch.dtype  # of the full tensor
+
+
+class _Fetch(NamedTuple):
+    """A tensor to be gathered."""
+
+    tensor: Tensor
+    name: str
+    dtype: torch.dtype  # of the full tensor
+
+
+Item = TypeVar("Item", Move, _Fetch)
 
 
 @dataclass(frozen=True)
@@ -79,22 +86,19 @@ class ModelGroup:
         """
         if len(self.ranks) < 2:
             return None
-        world, groups = dist.group.WORLD, [] if self.mesh is None else self.mesh.get_all_groups()
-        group = next(
-            (
-                each
-                for each in (world, *groups)
-                if each is not None and each.size() == len(self.ranks)
-            ),
-            None,
-        )
         ranks = tuple(sorted(self.ranks))
-        if group is None and (group := _groups.get(ranks)) is None:
+        world = dist.group.WORLD
+        group = None
+        for known in [world] if self.mesh is None else [world, *self.mesh.get_all_groups()]:
+            if group is None and known is not None and known.size() == len(ranks):
+                group = known
+        group = group or _groups.get(ranks)
+        if group is None:
             # After ``init_process_group(device_id=)`` torch splits NCCL's communicator of the
             # world, for which all of its ranks must be here (torch 2.11 to 2.13).
-            backend = None if world is None or world.bound_device_id is None else "gloo"
+            is_split = world is not None and world.bound_device_id is not None
             group = _groups[ranks] = dist.new_group(
-                list(ranks), backend=backend, use_local_synchronization=True
+                list(ranks), backend="gloo" if is_split else None, use_local_synchronization=True
             )
         if dist.get_backend(group) not in BY_MESSAGES:
             # All ranks of a group must make NCCL's first operation in it, and not all send messages
@@ -111,14 +115,13 @@ def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
     """Return the ranks that hold a model's tensors, or all; raise if no mesh has the ranks of all
     others. Local.
     """
-    meshes = list(
-        dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    )
+    meshes = {tensor.device_mesh: None for tensor in tensors if isinstance(tensor, DTensor)}
     if not meshes:
-        return ModelGroup(
-            tuple(range(dist.get_world_size())) if dist.is_initialized() else (), None
-        )
-    ranks = sorted({rank for mesh in meshes for rank in coordinates(mesh)})
+        world_size = dist.get_world_size() if dist.is_initialized() else 0
+        return ModelGroup(tuple(range(world_size)), None)
+    ranks: set[int] = set()
+    for mesh in meshes:
+        ranks.update(coordinates(mesh))
     widest = max(meshes, key=lambda mesh: mesh.size())
     if widest.size() < len(ranks):
         raise ShardkitError(
@@ -126,7 +129,10 @@ def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
             f"{widest.size()}. One mesh must have all ranks of the others, so that one rank can "
             "gather from all. Gather the parts of the model on each mesh by themselves."
         )
-    return ModelGroup(tuple(ranks), widest)
+    return ModelGroup(tuple(sorted(ranks)), widest)
+
+
+# ---- which rank holds what -----------------------------------------------------------------------
 
 
 def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple[int, Box]]:
@@ -134,25 +140,27 @@ def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple
     box. Pure.
     """
     mesh = tensor.device_mesh
-    at = tuple(replica or [0] * mesh.ndim)
-    known, key = _holders.setdefault(mesh, {}), (tensor.placements, tensor.shape, at)
+    origin = tuple(replica or [0] * mesh.ndim)
+    known = _holders.setdefault(mesh, {})
+    key = (tensor.placements, tensor.shape, origin)
     if key not in known:
         axes = []
         for axis, place in enumerate(tensor.placements):
-            axes.append(range(mesh.size(axis)) if hasattr(place, "dim") else [at[axis]])
+            is_shard = hasattr(place, "dim")
+            axes.append(range(mesh.size(axis)) if is_shard else [origin[axis]])
         ranks = mesh.mesh
-        known[key] = [(int(ranks[each]), box_at(tensor, each)) for each in itertools.product(*axes)]
+        known[key] = []
+        for coordinate in itertools.product(*axes):
+            known[key].append((int(ranks[coordinate]), box_at(tensor, coordinate)))
     return known[key]
 
 
 def _is_in_replica_of(tensor: DTensor, root: int) -> bool:
-    """Whether this rank is in the same replica as the root, without a list of all
-    that are. Pure.
-    """
-    own, at = tensor.device_mesh.get_coordinate(), coordinates(tensor.device_mesh)[root]
-    assert own is not None, "a rank outside its parameters' mesh"
+    """Whether this rank is in the same replica as the root, without a list of all that are. Pure."""
+    mesh = tensor.device_mesh
+    own, of_root = coordinates(mesh)[dist.get_rank()], coordinates(mesh)[root]
     for axis, place in enumerate(tensor.placements):
-        if not hasattr(place, "dim") and own[axis] != at[axis]:
+        if not hasattr(place, "dim") and own[axis] != of_root[axis]:
             return False
     return True
 
@@ -173,6 +181,9 @@ def coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
     return _coordinates[mesh]
 
 
+# ---- messages ------------------------------------------------------------------------------------
+
+
 def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy what has elements: FSDP2 makes the shards of a tensor without elements (0, ...),
     whatever its first dim.
@@ -186,9 +197,14 @@ def wire_device(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.device
     mesh's device.
     """
     home = local_value(tensor).device
-    if group is not None and home.type == "cpu" and (kind := collective_device(group)) != "cpu":
-        return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else torch.device(kind)
-    return torch.device("cpu") if group is not None and dist.get_backend(group) == "gloo" else home
+    if group is None:
+        return home
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    kind = collective_device(group)
+    if home.type != "cpu" or kind == "cpu":
+        return home
+    return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else torch.device(kind)
 
 
 class Batch:
@@ -199,11 +215,9 @@ class Batch:
     where dtype, device and layout allow.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, device: torch.device | None = None
-    ) -> None:
-        # None: the default group; the device of the views
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.device = device  # of the messages
+        self._group = group
         self._sent: dict[int, list[Part]] = defaultdict(list)  # by peer
         self._received: dict[int, list[Part]] = defaultdict(list)
 
@@ -247,15 +261,11 @@ class Batch:
         view's own.
         """
         first, dtype = parts[0]
-        device = self._device or first.device
-        if (
-            len(parts) == 1
-            and (first.dtype, first.device) == (dtype, device)
-            and first.is_contiguous()
-        ):
+        is_as_sent = (first.dtype, first.device) == (dtype, self.device) and first.is_contiguous()
+        if len(parts) == 1 and is_as_sent:
             return as_bytes(first), []
         sizes = [view.numel() * dtype.itemsize for view, dtype in parts]
-        data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        data = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         pieces = []
         for (view, dtype), piece in zip(parts, torch.split(data, sizes), strict=True):
             pieces.append((view, piece.view(dtype).view(view.shape)))
@@ -282,23 +292,30 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def buckets(
-    items: Iterable[tuple[Item, Tensor, torch.dtype]],
-    group: dist.ProcessGroup | None,
-    most: int = BUCKET,
-) -> Iterator[tuple[Batch, torch.device, list[Item]]]:
-    """Yield items in buckets of at most ``most`` bytes, or one item, with a batch and its device.
+    items: Iterable[Item], group: dist.ProcessGroup | None, most: int = BUCKET
+) -> Iterator[tuple[Batch, list[Item]]]:
+    """Yield items in buckets of at most ``most`` bytes, or one item, with a batch on their device.
     Local.
     """
-    bucket, filled, home = list[Item](), 0, torch.device("cpu")
-    for item, tensor, dtype in items:
-        size, device = tensor.numel() * dtype.itemsize, wire_device(tensor, group)
+    bucket: list[Item] = []
+    filled, home = 0, torch.device("cpu")
+    for item in items:
+        size, device = item.tensor.numel() * item.dtype.itemsize, wire_device(item.tensor, group)
         if bucket and (filled + size > most or device != home):
-            yield Batch(group, home), home, bucket
+            yield Batch(group, home), bucket
             bucket, filled = [], 0
         bucket.append(item)
         filled, home = filled + size, device
     if bucket:
-        yield Batch(group, home), home, bucket
+        yield Batch(group, home), bucket
+
+
+def _smaller(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values travel between both, so that nothing is rounded twice."""
+    return other if other.itemsize < one.itemsize else one
+
+
+# ---- from shards to full tensors -----------------------------------------------------------------
 
 
 def gather(
@@ -315,48 +332,79 @@ def gather(
 
     Every rank passes the same names, and exhausts the iterator. Besides what was yielded it holds
     one bucket. Of plain tensors each rank gets its own. ``dtype`` is that of floating-point
-    tensors; ``device`` None is where shards are sent from. Raises for quantized shards, which torch
-    cannot join.
+    tensors; ``device`` None is where shards are sent from. Quantized shards cannot be joined:
+    call :func:`refuse_quantized` before.
     """
-    group, listed = ranks.connect(), list(tensors)
-    collects = group is not None and everywhere and dist.get_backend(group) not in BY_MESSAGES
-    dtypes = {}
-    for name, tensor in listed:
-        dtypes[name] = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-    @torch.no_grad()  # torch's decorator of a generator would hold what it yields
-    def full_tensor(name: str, like: Tensor, batch: Batch, wire: torch.device) -> Tensor | None:
-        """Return the full tensor, which is filled when the batch has run, on ranks that get it."""
-        if not isinstance(like, DTensor):
-            return like.detach().to(device or like.device, dtypes[name], copy=True)
-        sent = min(dtypes[name], like.dtype, key=_by_size)
-        if not in_boxes(like):
-            return like.full_tensor()
-        if collects and wire == local_value(like).device and _is_chunked(like):
-            return like.to(sent).full_tensor()  # type: ignore[attr-defined, no-any-return]
-        if everywhere:
-            return _gather_boxes(like, dtypes[name], sent, batch, wire, None)
-        if ranks.root in coordinates(like.device_mesh):  # else the root's slice has the values
-            return _gather_boxes(like, dtypes[name], sent, batch, wire, ranks.root)
-        return None
-
-    items = ((each, each[1], dtypes[each[0]]) for each in listed)
-    for batch, wire, bucket in buckets(items, group, bucket_bytes):
+    group = ranks.connect()
+    root = None if everywhere else ranks.root
+    fetches = []
+    for name, tensor in tensors:
+        is_cast = dtype is not None and tensor.is_floating_point()
+        fetches.append(_Fetch(tensor, name, (is_cast and dtype) or tensor.dtype))
+    for batch, bucket in buckets(fetches, group, bucket_bytes):
         fulls = []
-        for name, like in bucket:
-            full = full_tensor(name, like, batch, wire)
+        for fetch in bucket:
+            full = _full_tensor(fetch, batch, root, group, device)
             if full is not None and (everywhere or ranks.is_root):
-                fulls.append((name, full))
+                fulls.append((fetch, full))
             del full
         batch.run()
         while fulls:  # none is held here once it is yielded
-            yield _moved(*fulls.pop(0), dtypes, device)
+            yield _named(*fulls.pop(0), device)
 
 
-def _moved(
-    name: str, full: Tensor, dtypes: Mapping[str, torch.dtype], device: torch.device | None
-) -> tuple[str, Tensor]:
-    return name, full.to(device or full.device, dtypes[name])
+def _named(fetch: _Fetch, full: Tensor, device: torch.device | None) -> tuple[str, Tensor]:
+    return fetch.name, full.to(device or full.device, fetch.dtype)
+
+
+@torch.no_grad()
+def _full_tensor(
+    fetch: _Fetch,
+    batch: Batch,
+    root: int | None,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> Tensor | None:
+    """Return the full tensor, which is filled when the batch has run, on the root, or on all ranks
+    (None); else None.
+    """
+    like, dtype = fetch.tensor, fetch.dtype
+    if not isinstance(like, DTensor):
+        return like.detach().to(device or like.device, dtype, copy=True)
+    if not in_boxes(like):
+        return like.full_tensor()
+    sent, own, rank = _smaller(dtype, like.dtype), local_value(like), dist.get_rank()
+    mesh = like.device_mesh
+    if root is None and group is not None and dist.get_backend(group) not in BY_MESSAGES:
+        if own.device == batch.device and _is_chunked(like):
+            return like.to(sent).full_tensor()  # type: ignore[attr-defined, no-any-return]
+    if root is not None and root not in coordinates(mesh):
+        return None  # the root has the values on a mesh of its own
+    if root is not None and root != rank:
+        if _is_in_replica_of(like, root):
+            batch.send(own, sent, root)
+        return None
+    full = torch.empty(like.shape, dtype=dtype, device=batch.device)
+    for holder, box in holders(like, coordinates(mesh)[rank]):
+        if holder == rank:
+            copy_into(cut(full, box), own)
+            continue
+        batch.receive(cut(full, box), sent, holder)
+        if root is None:
+            batch.send(own, sent, holder)
+    return full
+
+
+def _is_chunked(like: DTensor) -> bool:
+    """Whether torch's all-gather is exact: not for strided and empty shards and float8 (torch
+    2.13).
+    """
+    shards = [place for place in like.placements if hasattr(place, "dim")]
+    return (
+        len(shards) == 1
+        and not hasattr(shards[0], "split_factor")
+        and like.nbytes > like.numel() > 0
+    )
 
 
 def refuse_quantized(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -374,45 +422,7 @@ def refuse_quantized(tensors: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
-def _is_chunked(like: DTensor) -> bool:
-    """Whether torch's all-gather is exact: not for strided and empty shards and float8 (torch
-    2.13).
-    """
-    shards = [place for place in like.placements if hasattr(place, "dim")]
-    return (
-        len(shards) == 1
-        and not hasattr(shards[0], "split_factor")
-        and like.nbytes > like.numel() > 0
-    )
-
-
-def _gather_boxes(
-    like: DTensor,
-    dtype: torch.dtype,
-    sent: torch.dtype,
-    batch: Batch,
-    device: torch.device,
-    root: int | None,
-) -> Tensor | None:
-    """Add the messages that gather a tensor to the root, or to all (None); return the full one
-    where it goes.
-    """
-    rank, own = dist.get_rank(), local_value(like)
-    if root not in (None, rank):
-        if _is_in_replica_of(like, root):
-            batch.send(own, sent, root)
-        return None
-    boxes = dict(holders(like, coordinates(like.device_mesh)[rank]))
-    for peer in boxes if root is None else ():
-        if peer != rank:
-            batch.send(own, sent, peer)
-    full = torch.empty(like.shape, dtype=dtype, device=device)
-    for holder, box in boxes.items():
-        if holder == rank:
-            copy_into(cut(full, box), own)
-        else:
-            batch.receive(cut(full, box), sent, holder)
-    return full
+# ---- from full tensors to shards -----------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -425,58 +435,55 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
     """
     group, moves = ranks.connect(), list(moves)
     if group is None:
-        for like, full, _ in moves:
-            _write(like, full)
+        for move in moves:
+            assert move.full is not None, "a rank without the full tensor"
+            _write(move.tensor, move.full)
     else:
-        items = ((move, move.target, move.dtype) for move in moves)
-        for batch, device, bucket in buckets(items, group):
+        for batch, bucket in buckets(moves, group):
             replicated: list[DTensor] = []
-            for like, full, dtype in bucket:
-                sent = min(like.dtype, dtype, key=_by_size)
-                if (
-                    isinstance(like, DTensor)
-                    and like.device_mesh.size() == len(ranks.ranks)
-                    and in_boxes(like)
-                ):
-                    _scatter_boxes(like, full, sent, batch, ranks.root)
+            for move in bucket:
+                like = move.tensor
+                is_on_all = isinstance(like, DTensor) and like.device_mesh.size() == group.size()
+                if isinstance(like, DTensor) and is_on_all and in_boxes(like):
+                    _scatter_boxes(like, move, batch, ranks.root)
                     replicated.append(like)
                 else:
-                    _write(like, _broadcast(like, full, sent, device, ranks.root, group))
+                    _broadcast(move, batch.device, ranks.root, group)
             batch.run()
-            _broadcast_replicas(replicated, ranks.root, device)
+            _broadcast_replicas(replicated, ranks.root, batch.device)
     # for autograd to see it
-    torch.autograd.graph.increment_version([move.target for move in moves])
+    torch.autograd.graph.increment_version([move.tensor for move in moves])
 
 
-def _broadcast(
-    like: Tensor,
-    full: Tensor | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    root: int,
-    group: dist.ProcessGroup,
-) -> Tensor:
+def _write(target: Tensor, full: Tensor) -> None:
+    own = local_part(full, target) if isinstance(target, DTensor) else full
+    copy_into(local_value(target), own)
+
+
+def _broadcast(move: Move, device: torch.device, root: int, group: dist.ProcessGroup) -> None:
+    """Send a tensor whole to all ranks, each of which keeps its part. Collective."""
+    target, full, dtype = move
+    sent = _smaller(target.dtype, dtype)
     if full is None:
-        full = torch.empty(like.shape, dtype=dtype, device=device)
-    full = full.to(device, dtype).contiguous()
+        full = torch.empty(target.shape, dtype=sent, device=device)
+    full = full.to(device, sent).contiguous()
     if full.numel():
         dist.broadcast(as_bytes(full), root, group=group)
-    return full
+    _write(target, full)
 
 
-def _scatter_boxes(
-    like: DTensor, full: Tensor | None, sent: torch.dtype, batch: Batch, root: int
-) -> None:
-    own = local_value(like)
-    if full is None:
+def _scatter_boxes(like: DTensor, move: Move, batch: Batch, root: int) -> None:
+    """Add the messages from the root to its replica."""
+    own, sent = local_value(like), _smaller(like.dtype, move.dtype)
+    if move.full is None:
         if _is_in_replica_of(like, root):
             batch.receive(own, sent, root)
         return
     for holder, box in holders(like, coordinates(like.device_mesh)[root]):
         if holder == root:
-            copy_into(own, cut(full, box))
+            copy_into(own, cut(move.full, box))
         else:
-            batch.send(cut(full, box), sent, holder)
+            batch.send(cut(move.full, box), sent, holder)
 
 
 def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.device) -> None:
@@ -489,12 +496,9 @@ def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.devic
         waiting = []
         for like in likes:
             mesh, own = like.device_mesh, local_value(like)
-            if (
-                axis < mesh.ndim
-                and mesh.size(axis) > 1
-                and like.placements[axis].is_replicate()
-                and own.numel()
-            ):
+            if axis >= mesh.ndim or mesh.size(axis) == 1 or not own.numel():
+                continue
+            if like.placements[axis].is_replicate():
                 sent, source = own.to(device).contiguous(), coordinates(mesh)[root][axis]
                 work = dist.broadcast(
                     as_bytes(sent), group=mesh.get_group(axis), group_src=source, async_op=True
@@ -504,13 +508,6 @@ def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.devic
             work.wait()
             if sent is not own:
                 own.copy_(sent)
-
-
-def _write(target: Tensor, full: Tensor | None) -> None:
-    assert full is not None, "a rank without the full tensor"
-    copy_into(
-        local_value(target), local_part(full, target) if isinstance(target, DTensor) else full
-    )
 
 
 def share(value: Any, ranks: ModelGroup) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,10 +34,11 @@ def box_at(like: DTensor, coordinate: tuple[int, ...]) -> Box:
     parallelism has sharded.
     """
     box = [(0, size) for size in like.shape]
-    for axis in sorted(
-        range(len(coordinate)), key=lambda axis: hasattr(like.placements[axis], "split_factor")
-    ):
-        dim = getattr(like.placements[axis], "dim", None)
+    strided_last = sorted(
+        enumerate(like.placements), key=lambda placed: hasattr(placed[1], "split_factor")
+    )
+    for axis, placement in strided_last:
+        dim = getattr(placement, "dim", None)
         if dim is not None:
             start, size = box[dim]
             step = -(-size // like.device_mesh.size(axis))
@@ -60,23 +61,20 @@ def cut(full: Tensor, box: Box) -> Tensor:
 
 def inside(part: Tensor, box: Box, block: Box) -> Tensor:
     """Return the view of a block in a part that lies at ``box``."""
-    return cut(
-        part,
-        tuple(
-            (first - start, count) for (start, _), (first, count) in zip(box, block, strict=True)
-        ),
-    )
+    for dim, (start, length) in enumerate(block):
+        part = part.narrow(dim, start - box[dim][0], length)
+    return part
 
 
 def common(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes, or None if it is empty."""
     box = []
-    for (start, count), (other_start, other_count) in zip(one, other, strict=True):
+    for (start, length), (other_start, other_length) in zip(one, other, strict=True):
         first = max(start, other_start)
-        length = min(start + count, other_start + other_count) - first
-        if length <= 0:
+        end = min(start + length, other_start + other_length)
+        if end <= first:
             return None
-        box.append((first, length))
+        box.append((first, end - first))
     return tuple(box)
 
 
@@ -84,12 +82,12 @@ def covers(boxes: Collection[Box], shape: Sequence[int]) -> bool:
     """Whether different boxes lie in a tensor and have as many elements as it. Pure."""
     total = 0
     for box in boxes:
-        if any(
-            start < 0 or start + count > size
-            for (start, count), size in zip(box, shape, strict=True)
-        ):
-            return False
-        total += math.prod(count for _, count in box)
+        numel = 1
+        for (start, length), size in zip(box, shape, strict=True):
+            if start < 0 or start + length > size:
+                return False
+            numel *= length
+        total += numel
     return total == math.prod(shape)
 
 
@@ -98,7 +96,8 @@ def misplaced(like: DTensor) -> str:
     uneven shards.
     """
     local, expected = tuple(like.to_local().shape), tuple(length for _, length in local_box(like))
-    if local == expected or 0 == math.prod(local) == math.prod(expected):
+    both_empty = math.prod(local) == math.prod(expected) == 0
+    if local == expected or both_empty:
         return ""
     return f"the local shape is {local}, but its placements imply {expected}"
 
@@ -111,10 +110,12 @@ def local_value(tensor: Tensor) -> Tensor:
     """
     local = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     while is_wrapper(local):
-        inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-        if len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (local.shape, local.dtype):
+        kind: Any = type(local)
+        names, _ = kind.__tensor_flatten__(local)
+        inner = getattr(local, names[0])
+        if len(names) > 1 or (inner.shape, inner.dtype) != (local.shape, local.dtype):
             break
-        local = inner[0]
+        local = inner
     return local
 
 
@@ -122,10 +123,11 @@ def wrapped_as(memory: Tensor, like: Tensor) -> Tensor:
     """Wrap a plain tensor in the subclasses of ``like`` that :func:`local_value` unwraps. Local."""
     if not is_wrapper(like):
         return memory
-    (name,), context = like.__tensor_flatten__()  # type: ignore[attr-defined]
+    kind: Any = type(like)
+    (name,), context = kind.__tensor_flatten__(like)
     inner = {name: wrapped_as(memory, getattr(like, name))}
-    made: Tensor = type(like).__tensor_unflatten__(inner, context, memory.shape, memory.stride())  # type: ignore[attr-defined]
-    return made
+    wrapped: Tensor = kind.__tensor_unflatten__(inner, context, memory.shape, memory.stride())
+    return wrapped
 
 
 def dtensor_from_local(
@@ -138,9 +140,9 @@ def dtensor_from_local(
     """Return a DTensor of a local tensor, which stays on its device, such as offloaded to the CPU.
     Local.
     """
-    # from_local moves others to the mesh's device
-    alike = torch.empty(local.shape, dtype=local.dtype, device="meta")
-    like = DTensor.from_local(alike, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # on meta, since from_local moves a tensor to the mesh's device
+    meta = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    like = DTensor.from_local(meta, mesh, placements, run_check=False, shape=shape, stride=stride)
     return with_local(like, local)
 
 
@@ -162,11 +164,10 @@ def is_first_replica(like: DTensor) -> bool:
     """
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside its parameters' mesh"
-    return all(
-        at == 0
-        for at, place in zip(coordinate, like.placements, strict=True)
-        if not hasattr(place, "dim")
-    )
+    for index, placement in zip(coordinate, like.placements, strict=True):
+        if index > 0 and not hasattr(placement, "dim"):
+            return False
+    return True
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

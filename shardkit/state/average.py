@@ -63,19 +63,19 @@ class ShardedAverage(nn.Module):
         copies: dict[Tensor, Tensor] = {}  # of tied ones, one
         self.borrowed: set[Tensor] = set()  # the model's own, which sleep leaves
         for name, tensor in tensors.items():
-            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            if is_frozen:
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
                 self.borrowed.add(tensor)
-            if tensor not in copies:
-                made = nn.Parameter if isinstance(tensor, nn.Parameter) else nn.Buffer
-                copies[tensor] = tensor if is_frozen else made(tensor.detach().clone())
-            *path, last = name.split(".")
+                copies[tensor] = tensor
+            elif tensor not in copies:
+                kind = nn.Parameter if isinstance(tensor, nn.Parameter) else nn.Buffer
+                copies[tensor] = kind(tensor.detach().clone())
+            *path, attribute = name.split(".")
             module: nn.Module = self.module
             for part in path:
                 if part not in module._modules:
                     setattr(module, part, nn.Module())
                 module = module.get_submodule(part)
-            setattr(module, last, copies[tensor])
+            setattr(module, attribute, copies[tensor])
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -87,21 +87,19 @@ class ShardedAverage(nn.Module):
         """
         pairs, count = self._pairs(model, "update_parameters"), int(self.n_averaged)
         decay = self.decay(max(count, 1)) if callable(self.decay) else self.decay
-        function: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        averaged = []
+        average: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        averages, values = [], []
         for mine, theirs in pairs:
-            has_average = isinstance(mine, nn.Parameter) or (
-                self.use_buffers and mine.is_floating_point()
-            )
-            if count and has_average:
-                averaged.append((mine, theirs))
+            is_float_buffer = self.use_buffers and mine.is_floating_point()
+            if count and (isinstance(mine, nn.Parameter) or is_float_buffer):
+                averages.append(mine)
+                values.append(theirs)
             else:
                 local_value(mine).copy_(local_value(theirs))
-        of_kind = zip(
-            *(by_device_and_dtype(side) for side in zip(*averaged, strict=True)), strict=True
-        )
-        for ours, models in of_kind:
-            function(ours, models, self.n_averaged)  # on the CPU, so that nothing waits
+        alike = zip(by_device_and_dtype(averages), by_device_and_dtype(values), strict=True)
+        for mine_alike, theirs_alike in alike:
+            # n_averaged is on the CPU, so that nothing waits
+            average(mine_alike, theirs_alike, self.n_averaged)
         self.n_averaged += 1
 
     @contextmanager
@@ -130,16 +128,16 @@ class ShardedAverage(nn.Module):
                 f"{call} was called inside of swapped(). Inside, the model has the averaged values, "
                 "and the average the model's. Call it after the context."
             )
-        own, theirs = model_state(self.module).tensors, model_state(model).tensors
+        own, model_tensors = model_state(self.module).tensors, model_state(model).tensors
         differing, thawed = [], []
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        for name in dict.fromkeys((*own, *theirs)):
-            mine, its = own.get(name), theirs.get(name)
-            if mine is None or its is None or _kind(mine) != _kind(its):
+        for name in {**own, **model_tensors}:
+            mine, theirs = own.get(name), model_tensors.get(name)
+            if mine is None or theirs is None or _kind(mine) != _kind(theirs):
                 differing.append(name)
-            elif mine is not its:
-                pairs[id(mine)] = mine, its
-            elif its.requires_grad:
+            elif mine is not theirs:
+                pairs[id(mine)] = mine, theirs
+            elif theirs.requires_grad:
                 thawed.append(name)
         if differing:
             raise ShardkitError(

@@ -65,45 +65,43 @@ def full_params(
     """
     groups = groups_of(model)
     with together(groups, call="full_params") as poll:
-        names, grads = _gathered(model, recurse, with_grads)
+        names = _params_to_replace(model, recurse)
+        grads = {}
+        for param, name in names.items():
+            if with_grads and param.grad is not None:
+                grads[name] = param.grad
         poll.same = {
             "rank0_only": rank0_only,
             "writeback": writeback,
             "with_grads": with_grads,
             "recurse": recurse,
+            "which parameters have gradients": list(grads),
         }
-        poll.same |= {"which parameters have gradients": [names[param] for param in grads]}
     ranks, device = model_group(names), torch.device("cpu") if offload_to_cpu else None
     shards: dict[str, Tensor] = {name: param for param, name in names.items()}
-    shards |= {f"grad of {names[param]}": grad for param, grad in grads.items()}
+    for name, grad in grads.items():
+        shards[f"grad of {name}"] = grad
     fulls = dict(gather(shards.items(), ranks, everywhere=not rank0_only, device=device))
     moves: list[Move] = []
     with together(groups if writeback and rank0_only else []):
+        changed: dict[str, Tensor | None] = {}
         with (
             without_hooks([*model.modules()] if recurse else [model]),
             _replaced(model, names, fulls) as places,
         ):
             yield
-            found = {
-                names[param]: getattr(module, name, None)
-                for param, (module, name) in places.items()
-            }
+            for param, (module, attribute) in places.items():
+                name, full = names[param], getattr(module, attribute, None)
+                changed[name] = full
+                if name in grads:
+                    changed[f"grad of {name}"] = getattr(full, "grad", None)
         if writeback:
-            found |= {
-                f"grad of {names[p]}": getattr(found[names[p]], "grad", None)
-                for p in grads
-                if found
-            }
-            moves = _moves(shards, found)
+            moves = _moves(shards, changed)
     scatter(moves, ranks if rank0_only else EACH_ALONE)
 
 
-def _gathered(
-    model: nn.Module, recurse: bool, with_grads: bool
-) -> tuple[dict[nn.Parameter, str], dict[nn.Parameter, Tensor]]:
-    """Return the names and the gradients of the parameters to gather; raise if they cannot be.
-    Local.
-    """
+def _params_to_replace(model: nn.Module, recurse: bool) -> dict[nn.Parameter, str]:
+    """Return the names of the sharded parameters; raise if they cannot be replaced. Local."""
     if _fsdp.is_under_way(model):
         raise ShardkitError(
             "full_params was called in a forward or backward. Parameters cannot be replaced while "
@@ -115,25 +113,26 @@ def _gathered(
         if isinstance(param, DTensor) and (own is None or param in own):
             names[param] = name
     check_awake(names)
-    refuse_meta((name, param) for param, name in names.items())
-    refuse_quantized((name, param) for param, name in names.items())
-    return names, {param: param.grad for param in names if with_grads and param.grad is not None}
+    named = [(name, param) for param, name in names.items()]
+    refuse_meta(named)
+    refuse_quantized(named)
+    return names
 
 
-def _moves(shards: Mapping[str, Tensor], found: Mapping[str, Tensor | None]) -> list[Move]:
+def _moves(shards: Mapping[str, Tensor], changed: Mapping[str, Tensor | None]) -> list[Move]:
     """Return what is written back, given the full tensors of this rank, if it has any. Local."""
-    if lost := [
-        name for name, full in found.items() if getattr(full, "shape", None) != shards[name].shape
-    ]:
+    fulls: dict[str, Tensor] = {}
+    lost = []
+    for name, full in changed.items():
+        if full is None or full.shape != shards[name].shape:
+            lost.append(name)
+        else:
+            fulls[name] = full.detach().to(shards[name].dtype)
+    if lost:
         raise ShardkitError(
             f"{listing(lost)} has another shape, or is gone. A tensor that is written back must "
             "have the shape of the sharded parameter. Resize parameters before sharding."
         )
-    fulls = {
-        name: full.detach().to(shards[name].dtype)
-        for name, full in found.items()
-        if full is not None
-    }
     return [Move(shard, fulls.get(name), shard.dtype) for name, shard in shards.items()]
 
 
@@ -147,25 +146,30 @@ def _replaced(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for param, name in names.items() if fulls else ():
-        made[param] = full = nn.Parameter(fulls[name], requires_grad=param.requires_grad)
-        vars(full).update(vars(param))
-        full.grad = fulls.get(f"grad of {name}")
-    slots = [
-        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p in made
-    ]
+    full_of: dict[nn.Parameter, nn.Parameter] = {}
+    for param, name in names.items():
+        if name in fulls:
+            full_of[param] = full = nn.Parameter(fulls[name], requires_grad=param.requires_grad)
+            vars(full).update(vars(param))
+            full.grad = fulls.get(f"grad of {name}")
+    slots = []
+    places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for attribute, param in module._parameters.items():
+            if param is not None and param in full_of:
+                slots.append((module, attribute, param))
+                places.setdefault(param, (module, attribute))
     try:
-        for module, name, param in slots:
-            _register(module, name, made[param])
-        yield {param: (module, name) for module, name, param in reversed(slots)}
+        for module, attribute, param in slots:
+            _register(module, attribute, full_of[param])
+        yield places
     finally:
-        for module, name, param in slots:
-            _register(module, name, param)
+        for module, attribute, param in slots:
+            _register(module, attribute, param)
 
 
-def _register(module: nn.Module, name: str, param: nn.Parameter) -> None:
+def _register(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = param
+        module._parameters[attribute] = param
     else:  # modules that keep parameters elsewhere too, such as nn.LSTM in _flat_weights
-        setattr(module, name, param)
+        setattr(module, attribute, param)

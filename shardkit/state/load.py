@@ -34,6 +34,7 @@ from shardkit.state.model import (
     first_names,
     is_extra,
     model_state,
+    module_of,
     refuse_meta,
 )
 
@@ -122,7 +123,7 @@ def load_full_state_dict(
         modules[clean_name(path)] = module
     for name, source in plan.copies.items():
         if name in state.others:
-            modules[name.rpartition(".")[0]].set_extra_state(described[source])
+            modules[module_of(name)].set_extra_state(described[source])
     return plan.keys
 
 

@@ -40,6 +40,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def module_of(name: str) -> str:
+    """Return the path of the module that holds a tensor of this name."""
+    return name.rpartition(".")[0]
+
+
 def is_extra(name: str) -> bool:
     """Whether the value of this name comes from a module's ``get_extra_state``."""
     return name.rpartition(".")[2] == "_extra_state"
@@ -69,37 +74,41 @@ def model_state(model: nn.Module) -> ModelState:
     """
     check_module(model)
     with live_tensors():
-        found = model.state_dict(keep_vars=True)
-    names = [clean_name(name) for name in found]
-    state = dict(zip(names, found.values(), strict=True))
-    tensors = {
-        n: value for n, value in state.items() if isinstance(value, Tensor) and not is_extra(n)
-    }
-    others = {name: value for name, value in state.items() if name not in tensors}
-    metadata = {clean_name(name): entry for name, entry in state_dict_metadata(found).items()}
-    return ModelState(tensors, others, tuple(names), metadata)
+        state_dict = model.state_dict(keep_vars=True)
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, object] = {}
+    order = []
+    for key, value in state_dict.items():
+        name = clean_name(key)
+        order.append(name)
+        if isinstance(value, Tensor) and not is_extra(name):
+            tensors[name] = value
+        else:
+            others[name] = value
+    versions = state_dict_metadata(state_dict)
+    metadata = {clean_name(path): version for path, version in versions.items()}
+    return ModelState(tensors, others, tuple(order), metadata)
 
 
 def trainable_state(state: ModelState) -> ModelState:
     """Return the state of trainable parameters, with the buffers and extra state of the modules
     that hold them.
     """
-    kept = {name for name, tensor in state.tensors.items() if tensor.requires_grad}
-    if not kept:
+    trainable = [name for name, tensor in state.tensors.items() if tensor.requires_grad]
+    if not trainable:
         raise ShardkitError(
             "model has no parameter that trains. trainable_only=True keeps parameters that have "
             "requires_grad. Pass trainable_only=False."
         )
-    modules = {name.rpartition(".")[0] for name in kept}
-    kept |= {name for name in state.order if name.rpartition(".")[0] in modules}
-    kept -= {
-        n for n, t in state.tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad
-    }
-    tensors = {name: tensor for name, tensor in state.tensors.items() if name in kept}
-    others = {name: value for name, value in state.others.items() if name in kept}
-    return ModelState(
-        tensors, others, tuple(name for name in state.order if name in kept), state.metadata
-    )
+    modules = {module_of(name) for name in trainable}
+    tensors = {}
+    for name, tensor in state.tensors.items():
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if module_of(name) in modules and not is_frozen:
+            tensors[name] = tensor
+    others = {name: value for name, value in state.others.items() if module_of(name) in modules}
+    order = tuple(name for name in state.order if name in tensors or name in others)
+    return ModelState(tensors, others, order, state.metadata)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -113,12 +122,15 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return for each name the first name of its tensor."""
     first: dict[Tensor, str] = {}
-    return {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        first.setdefault(tensor, name)
+    return {name: first[tensor] for name, tensor in tensors.items()}
 
 
 def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise an error that names all tensors without values."""
-    if names := [name for name, tensor in tensors if tensor.is_meta]:
+    names = [name for name, tensor in tensors if tensor.is_meta]
+    if names:
         raise ShardkitError(
             f"{listing(names)} on the meta device. Tensors on meta have no values. Materialize the "
             "model, or load weights into it, first."
@@ -130,18 +142,18 @@ def check_scales(model: nn.Module, state: ModelState) -> None:
     leaves behind. Local.
     """
     lost = []
-    for prefix, module in model.named_modules():
-        weight, found = module._parameters.get("weight"), vars(module)
-        is_8bit = (
-            weight is not None and weight.dtype == torch.int8 and hasattr(found.get("state"), "SCB")
-        )
-        name = clean_name(f"{prefix}.weight".lstrip("."))
+    for path, module in model.named_modules():
+        weight, attributes = module._parameters.get("weight"), vars(module)
+        is_8bit = getattr(weight, "dtype", None) == torch.int8
+        is_8bit = is_8bit and hasattr(attributes.get("state"), "SCB")
+        is_4bit = attributes.get("quant_state") is not None
+        name = clean_name(f"{path}.weight".lstrip("."))
+        if name not in state.tensors or not (is_8bit or is_4bit):
+            continue
         # 4-bit weights have several, under their own name
         scales = (f"{name}.", f"{name.removesuffix('weight')}SCB")
-        if is_8bit or found.get("quant_state") is not None:
-            lost += [name] * (
-                name in state.tensors and not any(key.startswith(scales) for key in state.tensors)
-            )
+        if not any(key.startswith(scales) for key in state.tensors):
+            lost.append(name)
     if lost:
         raise ShardkitError(
             f"{listing(lost)} has no scales in state_dict(). A quantized weight is its packed "
@@ -202,9 +214,9 @@ def full_state_dict(
         state = checked_state(model, poll, rank0_only=rank0_only, dtype=str(dtype))
     ranks = model_group(state.tensors.values())
     first = first_names(state.tensors)
-    listed = [(name, state.tensors[name]) for name in dict.fromkeys(first.values())]
+    named = [(name, state.tensors[name]) for name in dict.fromkeys(first.values())]
     fulls = dict(
-        gather(listed, ranks, everywhere=not rank0_only, dtype=dtype, device=torch.device(device))
+        gather(named, ranks, everywhere=not rank0_only, dtype=dtype, device=torch.device(device))
     )
     if rank0_only and not ranks.is_root:
         return {}
@@ -216,11 +228,11 @@ def checked_state(model: nn.Module, poll: Poll, **same: object) -> ModelState:
     the poll.
     """
     state = model_state(model)
-    sharded = {name: each for name, each in state.tensors.items() if isinstance(each, DTensor)}
-    poll.same = {
-        **same,
-        "sharded tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in sharded.items()},
-    }
+    sharded = {}
+    for name, tensor in state.tensors.items():
+        if isinstance(tensor, DTensor):
+            sharded[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
+    poll.same = {**same, "sharded tensors": sharded}
     refuse_meta(state.tensors.items())
     refuse_quantized(state.tensors.items())
     check_scales(model, state)

@@ -221,18 +221,14 @@ def test_a_model_on_meta_is_refused():
         sleep(model)
 
 
-def test_the_memory_on_the_cpu_is_that_of_the_last_sleep(monkeypatch):
+def test_tensors_of_several_blocks_come_back(monkeypatch):
     monkeypatch.setattr(asleep, "BLOCK", 1 << 10)
     model = nn.Linear(100, 30)
-    for size in (5000, 3, 700, 9000, 1):
-        model.cache = nn.Buffer(torch.randn(size))
-        values = [tensor.detach().clone() for tensor in model.state_dict().values()]
+    values = [tensor.detach().clone() for tensor in model.parameters()]
+    for _ in range(2):
         sleep(model)
-        size = sum(value.nbytes for value in values)
-        blocks = asleep._beds[model].blocks
-        assert sum(block.nbytes for block in blocks) == -(-size // 1024) * 1024
         wake(model)
-        for value, tensor in zip(values, model.state_dict().values(), strict=True):
+        for value, tensor in zip(values, model.parameters(), strict=True):
             assert torch.equal(value, tensor)
 
 
