@@ -96,10 +96,10 @@ def _whole_class(base: Any, slices: bool) -> Any:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            before, changed = _numbers(self), _Numbers()
+            before, changed = _numbers_of(self), _Numbers()
             for bucket in _buckets(self):
                 _step_bucket(inner, self, bucket, before, changed)
-            _write(self, changed)
+            _set_numbers(self, changed)
         return loss
 
     return subclass(base, {"steps_on_whole_matrices": True, "slices": slices, "step": hooked(step)})
@@ -123,22 +123,26 @@ class _Matrix:
         shape = self.param.shape if self.index is None else self.param.shape[1:]
         return math.prod(shape) * min(shape[-2:], default=1)
 
-    def held(self, stored: Tensor) -> list[tuple[int, Box]]:
+    def holders_of(self, stored: Tensor) -> list[tuple[int, Box]]:
         """Return the ranks that hold parts of this matrix of a stored tensor, with their boxes in
         the matrix.
         """
-        boxes = _holders(stored)
         if self.index is None:
-            return boxes
-        return [(rank, box[1:]) for rank, box in boxes if box[0][0] <= self.index < sum(box[0])]
+            return _holders(stored)
+        holders = []
+        for rank, box in _holders(stored):
+            start, length = box[0]
+            if start <= self.index < start + length:
+                holders.append((rank, box[1:]))
+        return holders
 
-    def of_stored(self, stored: Tensor) -> Tensor:
-        """Return the part of this matrix that this rank holds, as a view."""
+    def part_of(self, stored: Tensor) -> Tensor:
+        """Return the part of this matrix that this rank holds of a stored tensor, as a view."""
+        own = local_value(stored)
         if self.index is None:
-            return local_value(stored)
-        return local_value(stored)[
-            self.index - (local_box(stored)[0][0] if isinstance(stored, DTensor) else 0)
-        ]
+            return own
+        start = local_box(stored)[0][0] if isinstance(stored, DTensor) else 0
+        return own[self.index - start]
 
 
 @dataclass
@@ -159,28 +163,29 @@ def _holders(tensor: Tensor) -> list[tuple[int, Box]]:
 
 def _buckets(optimizer: Any) -> list[_Bucket]:
     """Return the matrices that have a gradient, with owners; the same on every rank. Local."""
-    found: list[_Bucket] = []
+    buckets: list[_Bucket] = []
     filling: dict[tuple[int, ...], _Bucket] = {}
     for number, group in enumerate(optimizer.param_groups):
-        for param in (param for param in group["params"] if param.grad is not None):
+        for param in group["params"]:
+            if param.grad is None:
+                continue
             ranks = tuple(rank for rank, _ in _holders(param))
             bucket = filling.get(ranks)
             if bucket is None or bucket.bytes > BUCKET_BYTES * len(ranks):
                 bucket = filling[ranks] = _Bucket(ranks)
-                found.append(bucket)
-            sliced = optimizer.slices and param.ndim == 3
-            bucket.matrices += [
-                _Matrix(param, number, i) for i in (range(len(param)) if sliced else [None])
-            ]
+                buckets.append(bucket)
             bucket.bytes += param.numel() * param.element_size()
-    loads = {ranks: dict.fromkeys(ranks, 0) for ranks in filling}
+            is_sliced = optimizer.slices and param.ndim == 3
+            for index in range(len(param)) if is_sliced else [None]:
+                bucket.matrices.append(_Matrix(param, number, index))
     # each matrix, the most costly first, goes to the rank with the least work so far
-    for bucket in found:
-        load = loads[bucket.ranks]
+    work = {ranks: dict.fromkeys(ranks, 0) for ranks in filling}
+    for bucket in buckets:
+        by_rank = work[bucket.ranks]
         for matrix in sorted(bucket.matrices, key=_Matrix.cost, reverse=True):
-            matrix.owner = min(load, key=load.__getitem__)
-            load[matrix.owner] += matrix.cost()
-    return found
+            matrix.owner = min(by_rank, key=by_rank.__getitem__)
+            by_rank[matrix.owner] += matrix.cost()
+    return buckets
 
 
 def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
@@ -191,11 +196,10 @@ def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
         return None
     param: Any = bucket.matrices[0].param
     mesh = param.device_mesh
-    axes = [
-        axis
-        for axis, place in enumerate(param.placements)
-        if hasattr(place, "dim") and mesh.size(axis) > 1
-    ]
+    axes = []
+    for axis, placement in enumerate(param.placements):
+        if hasattr(placement, "dim") and mesh.size(axis) > 1:
+            axes.append(axis)
     return mesh.get_group(axes[0]) if len(axes) == 1 else ModelGroup(bucket.ranks, None).connect()
 
 
@@ -210,20 +214,25 @@ def _step_bucket(
     """
     group, here = _group_of(bucket), own_rank()
     device = wire_device(bucket.matrices[0].param, group)
+    # 1. Owners get their whole parameters, gradients and state.
     batch = Batch(group, device)
     for matrix in bucket.matrices:
         _gather(optimizer, matrix, batch)
     batch.run()
-    mine = [matrix for matrix in bucket.matrices if matrix.owner == here]
+    # 2. They step, and tell all ranks the form of their state, and the numbers that changed.
+    owned = [matrix for matrix in bucket.matrices if matrix.owner == here]
     with together([group] if group is not None else []):
-        changes = _run(inner, optimizer, mine, before)
-        said = {here: ([tree_map(_described, matrix.state) for matrix in mine], changes)}
+        changes = _step_owned(inner, optimizer, owned, before)
+        told = [tree_map(_described, matrix.state) for matrix in owned], changes
+    by_rank = {here: told}
     if group is not None:
-        found = map(pickle.loads, all_gather_bytes(pickle.dumps(said[here]), group))
-        said = dict(zip(dist.get_process_group_ranks(group), found, strict=True))
-    for _, changes in said.values():
-        _add(changed, changes)
-    states = {rank: iter(described) for rank, (described, _) in said.items()}
+        ranks = dist.get_process_group_ranks(group)
+        packed = all_gather_bytes(pickle.dumps(told), group)
+        by_rank = {rank: pickle.loads(data) for rank, data in zip(ranks, packed, strict=True)}
+    for _, changes in by_rank.values():
+        _add_numbers(changed, changes)
+    states = {rank: iter(described) for rank, (described, _) in by_rank.items()}
+    # 3. Parameters and state go to the ranks that hold parts of them.
     batch = Batch(group, device)
     for matrix in bucket.matrices:
         _scatter(optimizer, matrix, next(states[matrix.owner]), batch)
@@ -234,66 +243,75 @@ def _step_bucket(
 
 def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
     """Add messages that fill the owner's whole parameter, gradient and state."""
-    here = own_rank()
-
-    def whole_of(stored: Any) -> Any:
-        if not isinstance(stored, Tensor) or not stored.ndim:
-            return stored.clone() if isinstance(stored, Tensor) else stored  # slices share it
-        whole = None
-        if matrix.owner == here:
-            skip, device = int(matrix.index is not None), local_value(stored).device
-            whole = torch.empty_strided(
-                stored.shape[skip:], stored.stride()[skip:], dtype=stored.dtype, device=device
-            )
-        for rank, box in matrix.held(stored):
-            if whole is not None and rank == here:
-                copy_into(cut(whole, box), matrix.of_stored(stored))
-            elif whole is not None:
-                batch.receive(cut(whole, box), stored.dtype, rank)
-            # not of what the owner has too, as replicas
-            elif rank == here and matrix.owner in dict(_holders(stored)):
-                batch.send(matrix.of_stored(stored), stored.dtype, matrix.owner)
-        return whole
-
     param: Any = matrix.param
     grad = param.grad
     if isinstance(grad, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
-    whole, grad = whole_of(param), whole_of(grad)
-    matrix.state = tree_map(whole_of, dict(optimizer.state.get(matrix.param, {})))
+    whole = _whole_of(param, matrix, batch)
+    whole_grad = _whole_of(grad, matrix, batch)
+    state = dict(optimizer.state.get(param, {}))
+    matrix.state = tree_map(lambda stored: _whole_of(stored, matrix, batch), state)
     if whole is not None:
         matrix.whole = nn.Parameter(whole)
-        matrix.whole.grad = grad
+        matrix.whole.grad = whole_grad
 
 
-def _run(
-    inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers: _Numbers
+def _whole_of(stored: Any, matrix: _Matrix, batch: Batch) -> Any:
+    """Return what the owner gets of a stored value: a tensor that is filled when the batch has run,
+    or a copy. None on other ranks.
+    """
+    here = own_rank()
+    if not isinstance(stored, Tensor) or not stored.ndim:
+        return stored.clone() if isinstance(stored, Tensor) else stored  # slices share it
+    if matrix.owner != here:
+        # not what the owner has too, as replicas do
+        is_on_owner = matrix.owner in dict(_holders(stored))
+        if is_on_owner and here in dict(matrix.holders_of(stored)):
+            batch.send(matrix.part_of(stored), stored.dtype, matrix.owner)
+        return None
+    first = 0 if matrix.index is None else 1
+    shape, strides = stored.shape[first:], stored.stride()[first:]
+    device = local_value(stored).device
+    whole = torch.empty_strided(shape, strides, dtype=stored.dtype, device=device)
+    for rank, box in matrix.holders_of(stored):
+        if rank == here:
+            copy_into(cut(whole, box), matrix.part_of(stored))
+        else:
+            batch.receive(cut(whole, box), stored.dtype, rank)
+    return whole
+
+
+def _step_owned(
+    inner: Callable[..., Any], optimizer: Any, owned: list[_Matrix], numbers: _Numbers
 ) -> _Numbers:
     """Step the whole matrices of this rank; return the numbers it changed, and set them back.
     Local.
     """
-    before, state = [group["params"] for group in optimizer.param_groups], optimizer.state
-    named = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    params, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+    whole_state = defaultdict[Any, Any](dict)
+    for key, value in state.items():
+        if not isinstance(key, Tensor):
+            whole_state[key] = value
+    for matrix in owned:
+        if matrix.state:
+            whole_state[matrix.whole] = matrix.state
     try:
+        optimizer.state = whole_state
         for number, group in enumerate(optimizer.param_groups):
-            group["params"] = [matrix.whole for matrix in mine if matrix.group == number]
-        optimizer.state = defaultdict(
-            dict, named | {each.whole: each.state for each in mine if each.state}
-        )
+            group["params"] = [matrix.whole for matrix in owned if matrix.group == number]
         inner(optimizer)
-        for matrix in mine:
+        for matrix in owned:
             matrix.state = optimizer.state.get(matrix.whole, {})
     finally:
-        changes = {
-            at: value
-            for at, value in _numbers(optimizer).items()
-            if not _same(numbers.get(at), value)
-        }
+        changes: _Numbers = {}
+        for place, value in _numbers_of(optimizer).items():
+            if not _same(numbers.get(place), value):
+                changes[place] = value
         for place, key in changes.keys() - numbers.keys():
             del _places(optimizer)[place][key]
-        _write(optimizer, numbers)
-        for group, params in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = params
+        _set_numbers(optimizer, numbers)
+        for group, own in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = own
         optimizer.state = state
     return changes
 
@@ -302,17 +320,19 @@ def _scatter(optimizer: Any, matrix: _Matrix, described: Any, batch: Batch) -> N
     """Add messages that write the owner's parameter and state on all ranks that hold them."""
     here = own_rank()
     targets = [matrix.param, *tree_leaves(_allocate(optimizer, matrix, described))]
-    is_owner = matrix.owner == here
-    wholes = (
-        [matrix.whole.detach(), *tree_leaves(matrix.state)] if is_owner else [None] * len(targets)
-    )
+    wholes: list[Any] = [None] * len(targets)
+    if matrix.owner == here:
+        wholes = [matrix.whole.detach(), *tree_leaves(matrix.state)]
     for stored, whole in zip(targets, wholes, strict=True):
-        for rank, box in matrix.held(stored) if isinstance(stored, Tensor) and stored.ndim else ():
-            if whole is None and rank == here:
-                batch.receive(matrix.of_stored(stored), stored.dtype, matrix.owner)
-            elif whole is not None and rank == here:
-                copy_into(matrix.of_stored(stored), cut(whole, box))
-            elif whole is not None:
+        if not isinstance(stored, Tensor) or not stored.ndim:
+            continue
+        for rank, box in matrix.holders_of(stored):
+            if matrix.owner != here:
+                if rank == here:
+                    batch.receive(matrix.part_of(stored), stored.dtype, matrix.owner)
+            elif rank == here:
+                copy_into(matrix.part_of(stored), cut(whole, box))
+            else:
                 batch.send(cut(whole, box), stored.dtype, rank)
 
 
@@ -339,76 +359,70 @@ def _described(leaf: Any) -> Any:
             "DTensors, as it is."
         )
     strides = torch.empty_like(leaf, device="meta").stride()  # dense, in the order of the leaf's
-    return _Described(
-        leaf.shape,
-        strides,
-        leaf.dtype,
-        leaf.device.type == "cpu",
-        None if leaf.ndim else leaf.item(),
-    )
+    value = None if leaf.ndim else leaf.item()
+    return _Described(leaf.shape, strides, leaf.dtype, leaf.device.type == "cpu", value)
 
 
 def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
     """Give a parameter state of the described form, in the memory that it has where that fits;
     return it. Local.
     """
-    param, sliced = matrix.param, matrix.index is not None
-    held, leaves = tree_leaves(dict(optimizer.state.get(param, {}))), tree_leaves(described)
-    before = iter(held if len(held) == len(leaves) else [None] * len(leaves))
-    own = param.placements if isinstance(param, DTensor) else ()
+    old = tree_leaves(dict(optimizer.state.get(matrix.param, {})))
+    number = len(tree_leaves(described))
+    leaves = iter(old if len(old) == number else [None] * number)
+    state = tree_map(lambda leaf: _stored(leaf, next(leaves), matrix), described)
+    if old or number:
+        optimizer.state[matrix.param] = state
+    return state
 
-    def stored(leaf: Any) -> Any:
-        old = next(before)
-        if not isinstance(leaf, _Described):
-            return leaf
-        device = torch.device("cpu") if leaf.on_cpu else local_value(param).device
-        if not leaf.shape:
-            return torch.tensor(leaf.value, dtype=leaf.dtype, device=device)
-        shape = torch.Size([len(param), *leaf.shape]) if sliced else leaf.shape
-        strides = (leaf.shape.numel(), *leaf.strides) if sliced else leaf.strides
-        if sliced and shape != param.shape:
-            raise ShardkitError(
-                f"optimizer has state of shape {tuple(leaf.shape)} for a slice of a parameter of "
-                f"shape {tuple(param.shape)}. State of slices must have their shape, so that it is "
-                "stored as one tensor. Pass slices=False."
-            )
-        wanted = tuple(
-            own
-            if shape == param.shape
-            else [Shard(0) if hasattr(each, "dim") else each for each in own]
+
+def _stored(leaf: Any, old: Any, matrix: _Matrix) -> Any:
+    """Return the sharded tensor for one of an owner's, the old one if it fits; other values as they
+    are.
+    """
+    if not isinstance(leaf, _Described):
+        return leaf
+    param, is_sliced = matrix.param, matrix.index is not None
+    device = torch.device("cpu") if leaf.on_cpu else local_value(param).device
+    if not leaf.shape:
+        return torch.tensor(leaf.value, dtype=leaf.dtype, device=device)
+    shape, strides = leaf.shape, leaf.strides
+    if is_sliced:
+        shape, strides = torch.Size([len(param), *shape]), (shape.numel(), *strides)
+    if is_sliced and shape != param.shape:
+        raise ShardkitError(
+            f"optimizer has state of shape {tuple(leaf.shape)} for a slice of a parameter of "
+            f"shape {tuple(param.shape)}. State of slices must have their shape, so that it is "
+            "stored as one tensor. Pass slices=False."
         )
-        form = shape, strides, leaf.dtype, wanted
-        if (
-            isinstance(old, Tensor)
-            and (old.shape, old.stride(), old.dtype, getattr(old, "placements", ())) == form
-        ):
+    placements = tuple(param.placements) if isinstance(param, DTensor) else ()
+    if shape != param.shape:
+        placements = tuple(Shard(0) if hasattr(place, "dim") else place for place in placements)
+    if isinstance(old, Tensor):
+        old_placements = tuple(old.placements) if isinstance(old, DTensor) else ()
+        old_form = old.shape, old.stride(), old.dtype, old_placements
+        if old_form == (shape, strides, leaf.dtype, placements):
             return old
-        if not isinstance(param, DTensor):
-            return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=device)
-        # With the strides of the whole: matrix products of another memory order round differently.
-        like = dtensor_from_local(
-            torch.empty(0, device="meta"), param.device_mesh, wanted, shape, strides
-        )
-        local = torch.empty(
-            [length for _, length in local_box(like)], dtype=leaf.dtype, device=device
-        )
-        return dtensor_from_local(local, param.device_mesh, wanted, shape, strides)
-
-    made = tree_map(stored, described)
-    if held or leaves:
-        optimizer.state[param] = made
-    return made
+    if not isinstance(param, DTensor):
+        return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=device)
+    # With the strides of the whole: matrix products of another memory order round differently.
+    mesh = param.device_mesh
+    like = dtensor_from_local(torch.empty(0, device="meta"), mesh, placements, shape, strides)
+    lengths = [length for _, length in local_box(like)]
+    local = torch.empty(lengths, dtype=leaf.dtype, device=device)
+    return dtensor_from_local(local, mesh, placements, shape, strides)
 
 
 # ---- numbers that a step changes besides parameters and their state, such as a count of steps ----
 
 
-def _add(changed: _Numbers, changes: _Numbers) -> None:
+def _add_numbers(changed: _Numbers, changes: _Numbers) -> None:
     """Add what a part of the step changed, on this rank or another: each number once, to one
     value.
     """
     for (place, key), value in changes.items():
-        if not _same(known := changed.setdefault((place, key), value), value):
+        known = changed.setdefault((place, key), value)
+        if not _same(known, value):
             where = f"group {place}" if isinstance(place, int) else place
             raise ShardkitError(
                 f"optimizer changed {key!r} in {where} to {known} for some parameters, to {value} "
@@ -419,22 +433,20 @@ def _add(changed: _Numbers, changes: _Numbers) -> None:
 
 
 def _places(optimizer: Any) -> dict[Any, dict[Any, Any]]:
-    return {
-        ATTRIBUTES: vars(optimizer),
-        STATE: optimizer.state,
-        **dict(enumerate(optimizer.param_groups)),
-    }
+    """Return the dictionaries that hold numbers."""
+    groups = dict(enumerate(optimizer.param_groups))
+    return {ATTRIBUTES: vars(optimizer), STATE: optimizer.state, **groups}
 
 
-def _numbers(optimizer: Any) -> _Numbers:
-    found: _Numbers = {}
-    for place, held in _places(optimizer).items():
-        for key, value in held.items():
+def _numbers_of(optimizer: Any) -> _Numbers:
+    numbers: _Numbers = {}
+    for place, values in _places(optimizer).items():
+        for key, value in values.items():
             if isinstance(value, Tensor) and value.numel() == 1:
-                found[place, key] = value.detach().cpu().clone()
+                numbers[place, key] = value.detach().cpu().clone()
             elif isinstance(value, (int, float)):
-                found[place, key] = value
-    return found
+                numbers[place, key] = value
+    return numbers
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -442,10 +454,11 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @torch.no_grad()
-def _write(optimizer: Any, numbers: _Numbers) -> None:
+def _set_numbers(optimizer: Any, numbers: _Numbers) -> None:
     places = _places(optimizer)
     for (place, key), value in numbers.items():
-        if isinstance(old := places[place].get(key), Tensor):
+        old = places[place].get(key)
+        if isinstance(old, Tensor):
             old.copy_(value)
         else:
             places[place][key] = value
