@@ -43,11 +43,13 @@ def check_optimizer(
     check_module(model)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     named = named_sharded_parameters(model)
-    held = {
-        param for each in optimizers for group in each.param_groups for param in group["params"]
-    }
+    held: set[nn.Parameter] = set()
+    for given in optimizers:
+        for group in given.param_groups:
+            held.update(group["params"])
     problems = []
-    if foreign := held - {param for _, param in named}:
+    foreign = held - {param for _, param in named}
+    if foreign:
         shapes = listing((str(tuple(tensor.shape)) for tensor in foreign), 5)
         problems.append(
             f"optimizer holds {len(foreign)} tensors that are not parameters of the model, of "
@@ -55,16 +57,19 @@ def check_optimizer(
             "forward and backward, or for another model, so stepping them has no effect on this "
             "one. Build the optimizer after shard_model and materialize, outside of a step."
         )
-    if missing := [fqn for fqn, param in named if param.requires_grad and param not in held]:
+    missing = [fqn for fqn, param in named if param.requires_grad and param not in held]
+    if missing:
         problems.append(
             f"{listing(missing)} have requires_grad=True and are in no optimizer. Add them, pass "
             "all optimizers of the model as a list, or freeze them with requires_grad_(False)."
         )
-    if low := None if low_precision else low_precision_problem(named):
+    low = None if low_precision else low_precision_problem(named)
+    if low:
         problems.append(low)
     if problems:
         raise ShardkitError("\n".join(problems))
     if low_precision:
         allow_low_precision(optimizers)
-    if unreduced := unreduced_problem(model):
+    unreduced = unreduced_problem(model)
+    if unreduced:
         warnings.warn(unreduced, stacklevel=2)

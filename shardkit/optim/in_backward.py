@@ -61,7 +61,8 @@ def optimizer_in_backward(
             The model is unchanged.
     """
     check_module(model)
-    params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
+    named = named_sharded_parameters(model)
+    params = {fqn: param for fqn, param in named if param.requires_grad}
     if not any(isinstance(param, DTensor) for param in params.values()):
         raise ShardkitError("model has no sharded parameter that trains. Shard the model first.")
     stepped = [fqn for fqn, param in params.items() if steps_in_backward([param])]
@@ -74,7 +75,7 @@ def optimizer_in_backward(
     check_optimizer(optimizer, model, low_precision=True)  # in low precision the first step warns
     step_on_local_shards(optimizer)
     replace_class(optimizer, _in_backward_class)
-    frozen = {fqn: p for fqn, p in named_sharded_parameters(model) if not p.requires_grad}
+    frozen = {fqn: param for fqn, param in named if not param.requires_grad}
     vars(optimizer).update(stepped=set(), frozen=frozen)
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -119,7 +120,9 @@ class _StepOne:
 
 def _refuse_unfrozen(optimizer: Any) -> None:
     """Raise if a parameter trains now that was frozen when the optimizer was made."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))
     lost = []
     for fqn, param in optimizer.frozen.items():
         if param.requires_grad and id(param) not in held:

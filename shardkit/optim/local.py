@@ -73,9 +73,9 @@ def step_on_local_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 def is_elementwise(kind: Any) -> bool:
     """Return whether a class steps as one of torch's element-wise ones."""
-    for each in ELEMENTWISE:
-        same_step = issubclass(kind, each) and step_of(kind) is step_of(each)
-        if same_step and getattr(kind, steps.COLLECT) is getattr(each, steps.COLLECT):
+    for base in ELEMENTWISE:
+        same_step = issubclass(kind, base) and step_of(kind) is step_of(base)
+        if same_step and getattr(kind, steps.COLLECT) is getattr(base, steps.COLLECT):
             return True
     return False
 
@@ -125,8 +125,9 @@ def finish_step(optimizer: Optimizer) -> None:
             continue
         state = optimizer.state[param]
         for key, value in optimizer.state.pop(local_tensor(param)).items():
-            held = state.get(key)
-            if not (isinstance(held, DTensor) and local_tensor(held) is value):
+            old = state.get(key)
+            is_same = isinstance(old, DTensor) and local_tensor(old) is value
+            if not is_same:
                 state[key] = with_local(param, value) if isinstance(value, Tensor) else value
 
 
@@ -134,7 +135,7 @@ def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
     """Return a replicated number, as which a load gives those of one element; raise for any other
     layout.
     """
-    if value.numel() == 1 and all(each.is_replicate() for each in value.placements):
+    if value.numel() == 1 and all(place.is_replicate() for place in value.placements):
         return local_tensor(value)
     where = param.placements if isinstance(param, DTensor) else "no mesh"
     raise ShardkitError(
@@ -158,10 +159,8 @@ def check_replaceable(optimizer: object, caller: str) -> None:
         )
     outer = type(optimizer).__name__
     for name, value in vars(optimizer).items():
-        if (
-            isinstance(value, Optimizer)
-            or getattr(value, "param_groups", None) is optimizer.param_groups
-        ):
+        groups = getattr(value, "param_groups", None)
+        if isinstance(value, Optimizer) or groups is optimizer.param_groups:
             raise ShardkitError(
                 f"optimizer is {outer}, which wraps another one in its attribute {name!r}, where "
                 f"the state is. Wrap the inner one: {outer}({caller}({type(value).__name__}(...)))."
@@ -171,9 +170,13 @@ def check_replaceable(optimizer: object, caller: str) -> None:
             f"optimizer.step was replaced by {vars(optimizer)['step']!r}. {caller} replaces the "
             f"step of the class. Call {caller} before optimizer.step is replaced."
         )
-    for way in ("step_on_local_shards", "step_on_whole_matrices"):
-        if way != caller and getattr(optimizer, way.replace("step", "steps", 1), False):
-            raise ShardkitError(f"optimizer was already given to {way}. Build another one.")
+    marks = {
+        "step_on_local_shards": "steps_on_local_shards",
+        "step_on_whole_matrices": "steps_on_whole_matrices",
+    }
+    for function, mark in marks.items():
+        if function != caller and getattr(optimizer, mark, False):
+            raise ShardkitError(f"optimizer was already given to {function}. Build another one.")
 
 
 def replace_class(optimizer: AnyOptimizer, make: Callable[[Any], Any]) -> AnyOptimizer:
@@ -186,7 +189,9 @@ def replace_class(optimizer: AnyOptimizer, make: Callable[[Any], Any]) -> AnyOpt
 def step_of(base: Any) -> Callable[..., Any]:
     """Return the step of a class without the hooks that torch puts around it."""
     step: Any = base.step
-    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+    return step  # type: ignore[no-any-return]
 
 
 def subclass(base: Any, body: dict[str, Any]) -> Any:
