@@ -55,7 +55,7 @@ from shardkit.state.load import (
     live_state,
     plan_load,
 )
-from shardkit.state.model import checked_state, first_names, model_state
+from shardkit.state.model import first_names, model_state, sharded_tensors, state_to_gather
 
 # The files that a save writes into a directory, including those of an earlier save of more files.
 _OURS = re.compile(
@@ -492,13 +492,14 @@ def named_full_tensors(
     with together(groups_of(model), call="named_full_tensors") as poll:
         if names not in ("model", "hub"):
             raise ShardkitError(f'names must be "model" or "hub", got {names!r}.')
-        same = {
+        state = state_to_gather(model)
+        poll.same = {
             "names": names,
             "bucket_bytes": bucket_bytes,
             "rank0_only": rank0_only,
             "dtype": str(dtype),
+            "sharded tensors": sharded_tensors(state),
         }
-        state = checked_state(model, poll, **same)
         export = plan_export(model) if names == "hub" else None
     tensors, labels = state.tensors, dict[str, list[str]]()
     if export is not None:

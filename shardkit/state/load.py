@@ -87,7 +87,9 @@ def load_full_state_dict(
     """
     groups = load_groups(model, src)
     fix = "Pass strict=False to ignore names that only one side has"
-    request = Request("state_dict", strict, clean_name, _converts, fix, ShardkitError)
+    request = Request(
+        "state_dict", strict, key_map=clean_name, converts=_converts, fix=fix, error=ShardkitError
+    )
     # 1. The rank that has the dict tells the others what is in it.
     with together(groups, call="load_full_state_dict") as poll:
         poll.same = {"src": src, "strict": strict, "assign": assign}
@@ -141,7 +143,8 @@ def load_groups(model: nn.Module, src: Source) -> Groups:
 
 
 def _converts(have: torch.dtype, want: torch.dtype) -> bool:
-    return want.is_complex or not have.is_complex  # whose imaginary parts ``copy_`` would drop
+    """Whether ``copy_`` keeps the values: it drops imaginary parts."""
+    return want.is_complex or not have.is_complex
 
 
 def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:

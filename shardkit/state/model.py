@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
 from shardkit.boxes import gather, model_group, refuse_quantized
 from shardkit.errors import ShardkitError, listing
-from shardkit.ranks import Poll, check_module, groups_of, together
+from shardkit.ranks import check_module, groups_of, together
 
 # Of torch.compile, checkpoint_wrapper, and FSDP1 and its drop-in.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -211,7 +211,12 @@ def full_state_dict(
         ...     torch.save(state, "model.pt")
     """
     with together(groups_of(model), call="full_state_dict") as poll:
-        state = checked_state(model, poll, rank0_only=rank0_only, dtype=str(dtype))
+        state = state_to_gather(model)
+        poll.same = {
+            "rank0_only": rank0_only,
+            "dtype": str(dtype),
+            "sharded tensors": sharded_tensors(state),
+        }
     ranks = model_group(state.tensors.values())
     first = first_names(state.tensors)
     named = [(name, state.tensors[name]) for name in dict.fromkeys(first.values())]
@@ -223,20 +228,22 @@ def full_state_dict(
     return _in_order({name: fulls[first[name]] for name in state.tensors}, state)
 
 
-def checked_state(model: nn.Module, poll: Poll, **same: object) -> ModelState:
-    """Return the state of a model; raise if it cannot be gathered. Local; arguments are compared by
-    the poll.
-    """
+def state_to_gather(model: nn.Module) -> ModelState:
+    """Return the state of a model; raise if it cannot be gathered. Local."""
     state = model_state(model)
-    sharded = {}
-    for name, tensor in state.tensors.items():
-        if isinstance(tensor, DTensor):
-            sharded[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
-    poll.same = {**same, "sharded tensors": sharded}
     refuse_meta(state.tensors.items())
     refuse_quantized(state.tensors.items())
     check_scales(model, state)
     return state
+
+
+def sharded_tensors(state: ModelState) -> dict[str, str]:
+    """Describe the DTensors of a state, which must be the same on all ranks."""
+    described = {}
+    for name, tensor in state.tensors.items():
+        if isinstance(tensor, DTensor):
+            described[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
+    return described
 
 
 def _in_order(tensors: Mapping[str, Tensor], state: ModelState) -> dict[str, Tensor]:

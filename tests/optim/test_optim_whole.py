@@ -105,11 +105,11 @@ def run(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         net.zero_grad()
         give_grads(net, step, skip="layers.3.weight" if step == 1 else "")
-        slices = [p for group in optimizer.param_groups[1:] for p in group["params"] if p.ndim == 2]
-        for each, grad in zip(
-            slices, (g for p in (net.experts, net.wide) for g in p.grad), strict=False
-        ):
-            each.grad = grad
+        for group in optimizer.param_groups[1:]:
+            if group["params"][0].ndim == 2:  # the slices of ``muon_by_hand``
+                grads = [*net.experts.grad, *net.wide.grad]
+                for matrix, grad in zip(group["params"], grads, strict=True):
+                    matrix.grad = grad
         optimizer.step()
 
 
@@ -153,12 +153,11 @@ def test_saved_and_resumed_on_other_meshes(name, tmp_path):
         load_checkpoint(tmp_path / "c", other, resumed)
         run(other, resumed, range(2, 4))
         assert_same(full(other), full(net))
-        assert_same(
-            *(
-                full_optimizer_state_dict(n, o, rank0_only=False)["state"]
-                for n, o in ((net, ours), (other, resumed))
-            )
-        )
+        states = [
+            full_optimizer_state_dict(*of, rank0_only=False)["state"]
+            for of in ((net, ours), (other, resumed))
+        ]
+        assert_same(*states)
 
 
 # The last one steps on shards too. Others' roots and powers round by the place of an element in a
@@ -229,15 +228,10 @@ class Counting(PerTensor):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             group.setdefault("weight", torch.ones(1)).mul_(0.5)
-            for p in (p for p in group["params"] if p.grad is not None):
-                p.mul_(
-                    1
-                    - 0.01
-                    * group["step"]
-                    * group["weight"].item()
-                    * self.calls
-                    * self.state["k"].item()
-                )
+            counts = group["step"] * group["weight"].item() * self.calls * self.state["k"].item()
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - 0.01 * counts)
 
     def counts(self) -> object:
         groups = [(group["step"], group["weight"], group["lr"]) for group in self.param_groups]

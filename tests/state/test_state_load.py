@@ -19,41 +19,38 @@ from shardkit.state import full_state_dict, load_full_state_dict
 from shardkit.testing import comm_counts, distributed
 
 
-def other_values(build=Net) -> dict[str, object]:
-    """A state that no seeded model has."""
-    state = build().state_dict()
-    return {
-        name: (value * 3 + 1).to(value.dtype)
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for name, value in state.items()
-    } | ({"_extra_state": "two"} if "_extra_state" in state else {})
+def new_state() -> dict[str, object]:
+    """A state of ``Net`` that no seeded model has; tied tensors are one."""
+    torch.manual_seed(1)
+    state = dict(Net().state_dict())
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            state[name] = value * 3 + 1
+    state["head.weight"] = state["embed.weight"]
+    state["_extra_state"] = "two"
+    return state
 
 
-def source(state: dict[str, object], src: str) -> dict[str, object]:
+def given(state: dict[str, object], src: str = "rank0") -> dict[str, object]:
     """What a rank passes: only rank 0 has the dict, or all."""
     return state if src == "all" or dist.get_rank() == 0 else {}
 
 
-def full_other_values(build=Net) -> dict[str, object]:
-    torch.manual_seed(1)
-    state = other_values(build)
-    if "head.weight" in state:
-        state["head.weight"] = state["embed.weight"]
-    return state
+def full(model: nn.Module) -> dict[str, object]:
+    return full_state_dict(model, rank0_only=False)
 
 
 @pytest.mark.parametrize("layout", OTHERS)
 @distributed(world_size=4, backend="gloo")
 def test_every_layout_gets_the_values_in_place(layout):
     model = LAYOUTS[layout](seeded(Net))
-    plain = full_state_dict(model, rank0_only=False)  # reshards what is unsharded
+    plain = full(model)  # reshards what is unsharded
     objects = {id(param) for param in model.parameters()}
-    state = full_other_values()
+    state = new_state()
     before = copy.deepcopy(state)
-    for src, given in (("rank0", state), ("all", plain), ("all", state)):
-        assert load_full_state_dict(model, source(given, src), src=src) == ([], [])
-        assert_same_state(full_state_dict(model, rank0_only=False), given)
+    for src, values in (("rank0", state), ("all", plain), ("all", state)):
+        assert load_full_state_dict(model, given(values, src), src=src) == ([], [])
+        assert_same_state(full(model), values)
     assert objects == {id(param) for param in model.parameters()}
     assert_same_state(state, before)
 
@@ -75,9 +72,9 @@ def test_meta_models_are_materialized(layout, src):
         model = Net()
     model = LAYOUTS[layout](model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = full_other_values()
-    load_full_state_dict(model, source(state, src), src=src)
-    assert_same_state(full_state_dict(model, rank0_only=False), state)
+    state = new_state()
+    load_full_state_dict(model, given(state, src), src=src)
+    assert_same_state(full(model), state)
     assert torch.equal(model.table, torch.ones(3)), "not in the dict, but in the construction"
     assert model.head.weight is model.embed.weight
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
@@ -93,23 +90,23 @@ def test_meta_models_are_materialized(layout, src):
 def test_values_become_the_models_dtype_or_with_assign_the_dicts(dtype, src):
     state = {
         n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
-        for n, v in full_other_values().items()
+        for n, v in new_state().items()
     }
     model = fsdp(seeded(Net))
-    load_full_state_dict(model, source(state, src), src=src)
+    load_full_state_dict(model, given(state, src), src=src)
     own = seeded(Net).state_dict()
     expected = {n: v.to(own[n].dtype) if isinstance(v, Tensor) else v for n, v in state.items()}
-    assert_same_state(full_state_dict(model, rank0_only=False), expected)
+    assert_same_state(full(model), expected)
     with init_on_meta():
         model = Net()
     model = hsdp(model)
-    load_full_state_dict(model, source(state, src), src=src, assign=True)
-    assert_same_state(full_state_dict(model, rank0_only=False), state)
+    load_full_state_dict(model, given(state, src), src=src, assign=True)
+    assert_same_state(full(model), state)
 
 
 @distributed(world_size=4, backend="gloo")
 def test_names_with_wrappers_and_one_name_of_a_tie():
-    state = full_other_values()
+    state = new_state()
     renamed = {
         ("_orig_mod." + name).replace("blocks.0.", "blocks.0._checkpoint_wrapped_module."): state[
             name
@@ -118,8 +115,8 @@ def test_names_with_wrappers_and_one_name_of_a_tie():
     }
     del renamed["_orig_mod.embed.weight"]
     model = fsdp(seeded(Net))
-    load_full_state_dict(model, source(renamed, "rank0"))
-    assert_same_state(full_state_dict(model, rank0_only=False), state)
+    load_full_state_dict(model, given(renamed))
+    assert_same_state(full(model), state)
 
 
 # What is exchanged.
@@ -130,9 +127,9 @@ def test_every_rank_is_sent_its_own_part_and_nothing_when_all_have_the_dict():
     model = fsdp(
         nn.Sequential(*(nn.Linear(256, 1024, bias=False) for _ in range(3)), nn.Linear(1024, 8))
     )
-    state = full_state_dict(model, rank0_only=False)
+    state = full(model)
     with comm_counts() as counts:
-        load_full_state_dict(model, source(state, "rank0"))
+        load_full_state_dict(model, given(state))
     sent = {"send": 12} if dist.get_rank() == 0 else {"recv_": 4}
     assert counts.other == sent | {"broadcast_": 2}  # which tell what the dict has
     with comm_counts() as counts:
@@ -148,11 +145,11 @@ def test_every_rank_is_sent_its_own_part_and_nothing_when_all_have_the_dict():
 @distributed(world_size=4, backend="gloo")
 def test_everything_that_does_not_fit_is_listed_at_once(src):
     model = fsdp(seeded(Net))
-    state = full_other_values()
+    state = new_state()
     del state["gain"], state["blocks.1.up.bias"]
     state |= {"stranger": torch.ones(2), "narrow.weight": torch.ones(6, 3), "counts": 5}
     with pytest.raises(ShardkitError) as caught:
-        load_full_state_dict(model, source(state, src), src=src)
+        load_full_state_dict(model, given(state, src), src=src)
     text = str(caught.value)
     assert (
         "state_dict does not match: 2 of a different shape or dtype, 2 missing, 1 unexpected"
@@ -166,38 +163,36 @@ def test_everything_that_does_not_fit_is_listed_at_once(src):
         "- of a different shape or dtype: counts (int, not a tensor)",
     ):
         assert part in text, text
-    assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
+    assert_same_state(full(model), seeded(Net).state_dict())
 
 
 @distributed(world_size=4, backend="gloo")
 def test_not_strict_loads_the_rest():
     model = fsdp(seeded(Net))
-    state = full_other_values()
+    state = new_state()
     gain = state.pop("gain")
-    result = load_full_state_dict(model, source(state | {"stranger": gain}, "rank0"), strict=False)
+    result = load_full_state_dict(model, given(state | {"stranger": gain}), strict=False)
     assert result == (["gain"], ["stranger"])
     expected = state | {"gain": torch.ones(1)}
-    found = full_state_dict(model, rank0_only=False)
+    found = full(model)
     assert_same_state(found, {name: expected[name] for name in found})
 
 
 @distributed(world_size=4, backend="gloo")
 def test_an_error_of_one_rank_is_raised_by_all():
     model = fsdp(seeded(Net))
-    state = full_other_values()
+    state = new_state()
     if dist.get_rank() == 2:
         state["gain"] = torch.ones(2)
     with pytest.raises(ShardkitError, match="gain"):
         load_full_state_dict(model, state, src="all")
     with pytest.raises(ShardkitError, match="DTensor"):
-        load_full_state_dict(model, source(model.state_dict(), "rank0"))
+        load_full_state_dict(model, given(model.state_dict()))
     with pytest.raises(ShardkitError, match="meta device"):
-        load_full_state_dict(
-            model, source({**state, "gain": torch.ones(1, device="meta")}, "rank0")
-        )
+        load_full_state_dict(model, given({**state, "gain": torch.ones(1, device="meta")}))
     with pytest.raises(ShardkitError, match=r"src must be .*rank1"):
         load_full_state_dict(model, state, src="rank1")
-    assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
+    assert_same_state(full(model), seeded(Net).state_dict())
 
 
 def transpose(module: nn.Module, state: dict, prefix: str, metadata: object) -> None:
@@ -225,34 +220,34 @@ class WithExtraTensor(nn.Linear):
 @distributed(world_size=4, backend="gloo")
 def test_extra_state_may_be_a_tensor():
     model = fsdp(WithExtraTensor(6, 6))
-    state = full_state_dict(model, rank0_only=False)
-    load_full_state_dict(model, source(state, "rank0"))
+    state = full(model)
+    load_full_state_dict(model, given(state))
     assert torch.equal(model.seen, torch.tensor([3, 5]))
 
 
 @distributed(world_size=4, backend="gloo")
 def test_different_values_of_one_tied_tensor_are_reported():
-    state = full_other_values()
+    state = new_state()
     state["head.weight"] = state["embed.weight"].clone()
     state["embed.weight"][6, 5] = state["head.weight"][6, 5] = float("nan")
     model = fsdp(seeded(Net))
-    load_full_state_dict(model, source(state, "rank0"))
-    assert_same_state(full_state_dict(model, rank0_only=False), state)
+    load_full_state_dict(model, given(state))
+    assert_same_state(full(model), state)
     state["head.weight"][0, 0] += 1
     model = fsdp(seeded(Net))
     for src in ("rank0", "all"):
         with pytest.raises(
             ShardkitError, match=r"head\.weight differs from embed\.weight|ranks: 1 failed"
         ):
-            load_full_state_dict(model, source(state, src), src=src)
-        assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
-    load_full_state_dict(model, source(state, "rank0"), strict=False)
+            load_full_state_dict(model, given(state, src), src=src)
+        assert_same_state(full(model), seeded(Net).state_dict())
+    load_full_state_dict(model, given(state), strict=False)
     state["head.weight"] = state["embed.weight"]
-    assert_same_state(full_state_dict(model, rank0_only=False), state)
+    assert_same_state(full(model), state)
 
 
 def test_a_process_alone_needs_no_group():
-    model, state = seeded(Net), full_other_values()
+    model, state = seeded(Net), new_state()
     assert load_full_state_dict(model, state) == ([], [])
     assert_same_state(full_state_dict(model), state)
     with init_on_meta():
@@ -267,7 +262,7 @@ def test_a_buffer_that_nothing_gives_a_value_is_named():
     with pytest.raises(
         ShardkitError, match="table was made on the meta device outside init_on_meta"
     ):
-        load_full_state_dict(model, full_other_values())
+        load_full_state_dict(model, new_state())
     assert model.embed.weight.is_meta
 
 
