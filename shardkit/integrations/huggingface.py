@@ -187,7 +187,7 @@ def _without_dtensors(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     for way in ("steps_on_local_shards", "steps_on_whole_matrices"):
         if getattr(kind, way, False):
             return optimizer
-    params = []
+    params: list[Any] = []
     for group in optimizer.param_groups:
         params += group["params"]
     if not any(isinstance(param, DTensor) for param in params):

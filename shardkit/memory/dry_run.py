@@ -40,16 +40,17 @@ def plan_checked(
     uses = dry_run(tree.root.module, plan, batch)
     while uses.wrong:
         problems = []
+        wrong = set()  # names of units
         for reason, units in uses.wrong.items():
             for name, details in units.items():
+                wrong.add(name)
                 problems.append(
                     f"{name} cannot be a unit, because {reason}: {listing(details)}. Leave {name} "
-                    "out of units=, so that an outer unit gathers it, or change the forward."
+                    "out of units=, so that an outer unit shards it, or change the forward."
                 )
             first_details = dict.fromkeys(next(iter(details)) for details in units.values())
             first = listing(first_details, 4)
             notes.append(f"{listing(units, 4)}: not a unit, because {reason}: {first}")
-        wrong = {name for units in uses.wrong.values() for name in units}
         nodes = []
         for unit in plan.units:
             if unit.name in wrong:

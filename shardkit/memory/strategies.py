@@ -190,7 +190,7 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
     plan keeps its mesh.
     """
     ranks, node = plan.mesh.size, ranks_per_node
-    strategies = {}
+    strategies: dict[str, ShardingPlan] = {}
     # The model has split its experts over axes of the mesh, so every strategy keeps it.
     has_experts = any(unit.mesh for unit in plan.units)
     divides = not has_experts and node < ranks and ranks % node == 0

@@ -2,8 +2,8 @@
 unshard and reshard units.
 
 All that is allocated between two such points is the model's own: activations, temporaries,
-gradients. What units hold follows from the plan and is added by :mod:`shardkit.memory.allocations`, so
-one trace serves every strategy.
+gradients. What units hold follows from the plan and is added by
+:mod:`shardkit.memory.allocations`, so one trace serves every strategy.
 """
 
 from __future__ import annotations
@@ -421,7 +421,9 @@ def _attributes_of(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _put_fakes(model: nn.Module, plan: ShardingPlan) -> None:
-    dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
+    dtypes = {}
+    for unit in plan.units:
+        dtypes.update(dict.fromkeys(unit.params, unit.mp_policy.param_dtype))
     fakes: dict[Tensor, Tensor] = {}
     for fqn, param in model.named_parameters():
         fakes[param] = nn.Parameter(_faked(param, dtypes.get(fqn)), param.requires_grad)

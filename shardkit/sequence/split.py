@@ -23,7 +23,8 @@ from shardkit.sequence.batch import ADVICE, Attention, SplitSequence
 # Modules that carry a state from token to token, or combine neighbors: in a model that was not
 # trained too little to show in logits.
 _MIXES = re.compile(
-    "Conv[123]d|Mamba|SSM|Recurrent|R[gG]L[rR][uU]|R[wW][kK][vV]|Delta|LinearAttention|Lightning|xLSTM"
+    "Conv[123]d|Mamba|SSM|Recurrent|R[gG]L[rR][uU]|R[wW][kK][vV]|Delta|LinearAttention|"
+    "Lightning|xLSTM"
 )
 _TOKENS = 6  # of each rank in the batches that are compared
 _MOST_WRONG = 0.2  # of a rank's tokens, since a router's ties may fall otherwise for a few

@@ -20,8 +20,8 @@ PACKAGES = (
 # and accounts.
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_", "SLURM_NNODES",
-    "SLURM_NTASKS", "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_",
-    "SHARDKIT_",
+    "SLURM_NTASKS", "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "GLOO_", "TORCH", "PYTORCH_",
+    "OMP_", "SHARDKIT_",
 )  # fmt: skip
 
 

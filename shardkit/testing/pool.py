@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
-import multiprocessing.util  # its exit hook waits for children; registered first, it runs after ours
+import multiprocessing.util  # its exit hook waits for children; it must be registered before ours
 import os
 import pickle
 import shutil
@@ -117,8 +117,8 @@ class RankPool:
     def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 60) -> None:
         if worker.in_pool:
             raise ShardkitError(
-                "RankPool is made in a rank of another pool. A rank cannot start a pool of its own. "
-                "Make the pool in the test, not in its body."
+                "RankPool is made in a rank of another pool. A rank cannot start a pool of its "
+                "own. Make the pool in the test, not in its body."
             )
         self.world_size = world_size
         self.backend = backend

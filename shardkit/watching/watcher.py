@@ -54,11 +54,11 @@ def watch(*models: nn.Module, after: float = 30.0, end: bool = False) -> Iterato
     """Report which rank is in another call, and its line of code, when ranks disagree or one of
     them is lost.
 
-    Each rank notes the units that it all-gathers and reduces, and shardkit's own collective calls with
-    their arguments. A thread publishes them in the store of the process group. One rank compares
-    them and logs one error with the first call in which ranks differ, the line of the user's code
-    that made it on each rank, and the ranks that are silent: as soon as calls differ, also if
-    nothing hangs, and at most ``after`` + 2 seconds after a rank made its last call. Other
+    Each rank notes the units that it all-gathers and reduces, and shardkit's own collective calls
+    with their arguments. A thread publishes them in the store of the process group. One rank
+    compares them and logs one error with the first call in which ranks differ, the line of the
+    user's code that made it on each rank, and the ranks that are silent: as soon as calls differ,
+    also if nothing hangs, and at most ``after`` + 2 seconds after a rank made its last call. Other
     collectives (``dist.barrier()``, tensor parallelism) show as the line at which a rank is.
 
     Local: entering and leaving wait for no rank. A call costs microseconds; on CPUs, where gloo
@@ -119,9 +119,11 @@ def _start(models: Sequence[nn.Module], after: float, end: bool) -> Watcher | No
         for _, param in named_sharded_parameters(model):
             if isinstance(param, DTensor):
                 meshes.add(param.device_mesh)
-    ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+    ranks: set[int] = set()
+    for mesh in meshes:
+        ranks.update(mesh.mesh.flatten().tolist())
     on_cpu = any(mesh.device_type == "cpu" for mesh in meshes)
-    return Watcher(models, ranks, after, end, asks=on_cpu) if len(ranks) > 1 else None
+    return Watcher(models, sorted(ranks), after, end, asks=on_cpu) if len(ranks) > 1 else None
 
 
 def _is_of_communication(error: BaseException | None) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -125,10 +124,6 @@ def stage(net: nn.Module) -> nn.Module:
         del net.embed
     fully_shard(net.blocks[str(number)], mesh=mesh["dp"])
     return fully_shard(net, mesh=mesh["dp"]) if not number else net
-
-
-def stage_group() -> dist.ProcessGroup:
-    return mesh_of((2, 2), "pp", "dp")["dp"].get_group()
 
 
 def built(

@@ -49,9 +49,8 @@ def assert_trains_like_plain(
 
     With an ``mp_policy`` the plain gradients come from a copy that is cast as FSDP2 casts.
     """
-    entry, plain, sharded, plan = _copies(
-        name if isinstance(name, Entry) else ZOO[name], mesh, options
-    )
+    entry = name if isinstance(name, Entry) else ZOO[name]
+    plain, sharded, plan = _copies(entry, mesh, options)
     compute = _cast_copy(entry, plan) if "mp_policy" in options else plain
     optimizers = [OPTIMIZERS[PLAIN.get(optimizer, optimizer)](plain.parameters())]
     optimizers.append(OPTIMIZERS[optimizer](sharded.parameters()))
@@ -66,9 +65,9 @@ def assert_trains_like_plain(
             _add_gradients(plain, compute)
         _sum_over_ranks_(plain, zeros=entry.uneven)
         problems = _differences("gradient", _grads(plain), _grads(sharded))
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        for stepper in optimizers:
+            stepper.step()
+            stepper.zero_grad()
         _take_over(compute, plain)
         problems += _differences(
             "parameter", dict(plain.named_parameters()), dict(sharded.named_parameters())
@@ -83,7 +82,7 @@ def assert_trains_like_plain(
 
 def _copies(
     entry: Entry, mesh: tuple[int, ...], options: dict[str, Any]
-) -> tuple[Entry, nn.Module, nn.Module, ShardingPlan]:
+) -> tuple[nn.Module, nn.Module, ShardingPlan]:
     torch.manual_seed(0)
     plain = entry.build()
     torch.manual_seed(0)
@@ -99,7 +98,7 @@ def _copies(
     assert list(sharded.state_dict()) == list(plain.state_dict())
     assert _ties(sharded) == _ties(plain)
     assert any(isinstance(param, DTensor) for param in sharded.parameters()), "nothing was sharded"
-    return entry, plain, sharded, plan
+    return plain, sharded, plan
 
 
 def _stop_caching(model: nn.Module) -> None:
@@ -118,11 +117,9 @@ def _cast_copy(entry: Entry, plan: ShardingPlan) -> nn.Module:
 
     def cast_inputs(dtype: torch.dtype) -> Any:
         def cast(value: Any) -> Any:
-            return (
-                value.to(dtype)
-                if isinstance(value, Tensor) and value.is_floating_point()
-                else value
-            )
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value.to(dtype)
+            return value
 
         return lambda module, args, kwargs: tree_map(cast, (args, kwargs))
 
@@ -131,10 +128,8 @@ def _cast_copy(entry: Entry, plan: ShardingPlan) -> nn.Module:
     cast = plan.replicated_modules()
     for unit in plan.units:
         dtype = unit.mp_policy.param_dtype
-        for fqn in (
-            *unit.params,
-            *(each for each in plan.replicated if each.rpartition(".")[0] in cast),
-        ):
+        replicated = [fqn for fqn in plan.replicated if fqn.rpartition(".")[0] in cast]
+        for fqn in (*unit.params, *replicated):
             param = model.get_parameter(fqn)
             param.data = param.data.to(dtype)
         for fqn in unit.modules:
@@ -161,13 +156,12 @@ def _add_up_gradients_at_unit_inputs(plain: nn.Module, plan: ShardingPlan) -> No
 
     def cross(module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        places = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        if places:
-            for place, tensor in zip(
-                places, _Boundary.apply(*(leaves[i] for i in places)), strict=True
-            ):
+        inputs = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                inputs[place] = leaf
+        if inputs:
+            for place, tensor in zip(inputs, _Boundary.apply(*inputs.values()), strict=True):
                 leaves[place] = tensor
         return tree_unflatten(leaves, structure)
 
@@ -216,19 +210,18 @@ def _sum_over_ranks_(model: nn.Module, zeros: bool) -> None:
     A parameter that no rank uses keeps None, or with ``zeros`` gets zeros, which is what FSDP2 does
     when it is told that the ranks may use different ones.
     """
-    params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
-    present = torch.tensor(
-        [zeros or param.grad is not None for param in params.values()], dtype=torch.uint8
-    )
-    dist.all_reduce(present, op=dist.ReduceOp.MAX)
-    params = {
-        fqn: param for (fqn, param), used in zip(params.items(), present, strict=True) if used
-    }
-    for dtype in sorted({param.dtype for param in params.values()}, key=str):
-        group = [param for param in params.values() if param.dtype == dtype]
-        flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group]
-        )
+    params = [param for param in model.parameters() if param.requires_grad]
+    used = torch.tensor([zeros or param.grad is not None for param in params], dtype=torch.uint8)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}  # one collective for each
+    for param, is_used in zip(params, used, strict=True):
+        if is_used:
+            by_dtype.setdefault(param.dtype, []).append(param)
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+    for dtype in sorted(by_dtype, key=str):
+        group = by_dtype[dtype]
+        flat = torch.cat([param.grad.flatten() for param in group])
         dist.all_reduce(flat)
         for param, total in zip(group, flat.split([param.numel() for param in group]), strict=True):
             param.grad = total.view_as(param)

@@ -5,6 +5,7 @@ one step.
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import torch
@@ -94,19 +95,17 @@ def difference(model: nn.Module, plain: nn.Module) -> float:
     """The L2 distance of all gradients, relative to the plain model's norm; inf where one has none
     and one has.
     """
-    apart = norm = torch.zeros((), dtype=torch.float64)
+    squares = norm = torch.zeros((), dtype=torch.float64)
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
         if grad is None and other.grad is None:
             continue
         grad = torch.zeros_like(other) if grad is None else grad
-        wanted = torch.zeros_like(other) if other.grad is None else other.grad
-        apart, norm = (
-            apart + (grad - wanted).double().square().sum(),
-            norm + wanted.double().square().sum(),
-        )
+        expected = torch.zeros_like(other) if other.grad is None else other.grad
+        squares = squares + (grad - expected).double().square().sum()
+        norm = norm + expected.double().square().sum()
     assert norm > 0, "no gradients"
-    return float((apart / norm).sqrt())
+    return float((squares / norm).sqrt())
 
 
 def differences(
@@ -117,7 +116,7 @@ def differences(
     """
     plain = copy.deepcopy(model)
     sequence = split(model, sp, **settings)
-    expected = plain_step(plain, [batch for each in batches for batch in each])
+    expected = plain_step(plain, list(itertools.chain(*batches)))
     loss = split_step(model, sequence, batches[dist.get_rank() // sp])
     return float((loss - expected).abs() / expected.abs()), difference(model, plain)
 
@@ -131,12 +130,14 @@ def vision_language() -> nn.Module:
         "intermediate_size": 48,
         "num_hidden_layers": 3,
         "head_dim": 8,
-    }
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    text["rope_parameters"] = {
-        "rope_type": "default",
-        "mrope_section": [2, 1, 1],
-        "rope_theta": 1e4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [2, 1, 1],
+            "rope_theta": 1e4,
+        },
     }
     vision = {
         "depth": 2,
@@ -144,16 +145,18 @@ def vision_language() -> nn.Module:
         "intermediate_size": 24,
         "num_heads": 2,
         "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+        "initializer_range": 0.2,
     }
-    vision |= {"patch_size": 4, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-    vision["initializer_range"] = 0.2
-    tokens = dict(
-        zip(
-            ("image_token_id", "video_token_id", "vision_start_token_id"), (90, 91, 92), strict=True
-        )
-    )
     config = transformers.Qwen3VLConfig(
-        text_config=text, vision_config=vision, vision_end_token_id=93, **tokens
+        text_config=text,
+        vision_config=vision,
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
     )
     return transformers.Qwen3VLForConditionalGeneration(config).double()
 

@@ -78,8 +78,8 @@ def adapted(model):
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_size=4, backend="gloo")
 def test_a_split_model_trains_like_the_whole(name):
-    apart = differences(build(name), [kinds(0), kinds(1)], sp=2)
-    assert max(apart) < 1e-14
+    off = differences(build(name), [kinds(0), kinds(1)], sp=2)
+    assert max(off) < 1e-14
 
 
 @distributed(world_size=2, backend="gloo")
@@ -95,8 +95,8 @@ def test_eager_attention_of_rows_that_are_padded_on_the_left():
 
 @distributed(world_size=4, backend="gloo")
 def test_adapters_checkpointed_blocks_and_four_ranks():
-    apart = differences(adapted(build("Qwen3")), [kinds(0)], sp=4, checkpoint_activations=True)
-    assert max(apart) < 1e-14
+    off = differences(adapted(build("Qwen3")), [kinds(0)], sp=4, checkpoint_activations=True)
+    assert max(off) < 1e-14
 
 
 @distributed(world_size=4, backend="gloo")
