@@ -36,7 +36,7 @@ from shardkit.state import sharded_average as sharded_average
 from shardkit.state import full_state_dict as full_state_dict, load_full_state_dict as load_full_state_dict
 from shardkit.state import full_optimizer_state_dict as full_optimizer_state_dict
 from shardkit.state import load_full_optimizer_state_dict as load_full_optimizer_state_dict
-from shardkit.state.full_params import full_params as full_params
+from shardkit.state.unsharded import full_params as full_params
 
 # ## Errors
 from shardkit.errors import ShardkitError as ShardkitError, PlanError as PlanError

@@ -27,7 +27,7 @@ BLOCK = 1 << 25  # bytes: torch rounds each pinned tensor up to a power of two
 
 
 @dataclass
-class _Asleep:
+class _Sleeper:
     """What one model or optimizer has on the CPU, and what guards it, while it is asleep."""
 
     moved: list[tuple[UntypedStorage, list[Tensor]]] = field(default_factory=list)  # its bytes
@@ -35,7 +35,7 @@ class _Asleep:
     units: list[FSDPUnit] = field(default_factory=list)  # whose ``unshard`` raises
 
 
-_asleep: WeakKeyDictionary[nn.Module | Optimizer, _Asleep] = WeakKeyDictionary()
+_sleepers: WeakKeyDictionary[nn.Module | Optimizer, _Sleeper] = WeakKeyDictionary()
 
 
 def _blocks_of(storage: UntypedStorage) -> tuple[Tensor, ...]:
@@ -85,11 +85,11 @@ def sleep(
     for holder, own in storages.items():
         if not own:
             continue
-        if holder not in _asleep:
-            _asleep[holder] = _Asleep()
-            _guard(holder, _asleep[holder])
+        if holder not in _sleepers:
+            _sleepers[holder] = _Sleeper()
+            _guard(holder, _sleepers[holder])
         for storage in own:
-            _asleep[holder].moved.append((storage, _copied_to_cpu(storage)))
+            _sleepers[holder].moved.append((storage, _copied_to_cpu(storage)))
         moving += own
     for device in {storage.device for storage in moving}:
         if device.type != "cpu":
@@ -105,20 +105,20 @@ def wake(
     does not wait.
     """
     for holder in _holders(model, optimizer):
-        if holder not in _asleep:
+        if holder not in _sleepers:
             continue
-        state = _asleep.pop(holder)
-        for storage, copies in state.moved:
+        sleeper = _sleepers.pop(holder)
+        for storage, copies in sleeper.moved:
             storage.resize_(sum(copy.nbytes for copy in copies))
             for block, copy in zip(_blocks_of(storage), copies, strict=True):
                 block.copy_(copy, non_blocking=True)
         del asleep[holder]
-        for hook in state.hooks:
+        for hook in sleeper.hooks:
             hook.remove()
-        for unit in state.units:
+        for unit in sleeper.units:
             del unit.unshard
-            for other, other_state in _asleep.items():  # such as a part that is still asleep
-                if unit in other_state.units:
+            for other, still_asleep in _sleepers.items():  # such as a part
+                if unit in still_asleep.units:
                     unit.unshard = functools.partial(refuse_asleep, other)
             for module in unit.modules:
                 # The next all-gather would wait for this event only, and not for these copies.
@@ -178,22 +178,22 @@ def _own_parameters(holder: nn.Module) -> list[nn.Parameter]:
     return [param for param in holder.parameters() if param not in borrowed]
 
 
-def _guard(holder: nn.Module | Optimizer, state: _Asleep) -> None:
+def _guard(holder: nn.Module | Optimizer, sleeper: _Sleeper) -> None:
     """Make what reads values raise."""
     refuse = functools.partial(refuse_asleep, holder)
     asleep[holder] = set()
     readers: list[Any] = [holder]
     if isinstance(holder, Optimizer):
-        state.hooks.append(holder.register_step_pre_hook(refuse))
+        sleeper.hooks.append(holder.register_step_pre_hook(refuse))
     else:
         readers = list(holder.modules())
         for module in readers:
-            state.hooks.append(module.register_forward_pre_hook(refuse, prepend=True))
+            sleeper.hooks.append(module.register_forward_pre_hook(refuse, prepend=True))
         params = _own_parameters(holder)
         asleep[holder].update(map(id, params))
-        state.units = watched_units(params)
-        for unit in state.units:  # for methods that unshard, and backward
+        sleeper.units = watched_units(params)
+        for unit in sleeper.units:  # for methods that unshard, and backward
             unit.unshard = refuse
     for reader in readers:
-        state.hooks.append(reader.register_state_dict_pre_hook(refuse))
-        state.hooks.append(reader.register_load_state_dict_pre_hook(refuse))
+        sleeper.hooks.append(reader.register_state_dict_pre_hook(refuse))
+        sleeper.hooks.append(reader.register_load_state_dict_pre_hook(refuse))

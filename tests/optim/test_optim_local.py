@@ -22,10 +22,6 @@ from optim_nets import (
     two_nets,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from shardkit.optim import step_on_local_shards
@@ -155,23 +151,6 @@ def test_what_the_user_does_to_state_and_parameters_is_seen_by_the_next_step():
     run_both(ours, theirs, net, other, 3, start=2)
     assert_same_parameters(net, other)
     assert_same_state(ours, theirs)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_state_dicts_of_torch_distributed_checkpoint():
-    net, other = two_nets()
-    make = factory("AdamW", fused=True)
-    ours, theirs = step_on_local_shards(make(net.parameters())), make(other.parameters())
-    assert get_optimizer_state_dict(net, ours)["state"], "torch makes state with a step of zeros"
-    get_optimizer_state_dict(other, theirs)
-    run_both(ours, theirs, net, other, 2)
-    mine, expected = (get_optimizer_state_dict(m, o) for m, o in ((net, ours), (other, theirs)))
-    assert mine["state"].keys() == expected["state"].keys()
-    new = step_on_local_shards(make(net.parameters()))
-    set_optimizer_state_dict(net, new, mine)
-    assert_same_state(new, theirs)
-    run_both(new, theirs, net, other, 2, start=2)
-    assert_same_parameters(net, other)
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -55,18 +55,17 @@ class RowSums(Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    if not state:
-                        state["rows"] = param.grad.new_zeros(param.shape[0])
-                        state["seen"], state["nested"] = 0, {"history": []}
-                    state["rows"].add_(
-                        param.grad.abs().flatten(1).sum(1) if param.ndim > 1 else param.grad.abs()
-                    )
-                    state["seen"] += 1
-                    state["nested"]["history"].append(state["seen"])
-                    scale = group["lr"] / (1 + _full(state["rows"]).mean().item() * state["seen"])
-                    param.add_(param.grad, alpha=-scale)
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["rows"] = param.grad.new_zeros(param.shape[0])
+                    state["nested"] = {"history": []}
+                rows = param.grad.abs()
+                state["rows"].add_(rows.flatten(1).sum(1) if param.ndim > 1 else rows)
+                state["nested"]["history"].append(len(state["nested"]["history"]))
+                scale = _full(state["rows"]).mean().item() + len(state["nested"]["history"])
+                param.add_(param.grad, alpha=-group["lr"] / scale)
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -44,7 +44,6 @@ from shardkit.fsdp1.dropin.record import (
     wrappers_or_refuse,
 )
 from shardkit.shards import as_sharded, device_of, local_part
-from shardkit.state.full_params import full_params
 from shardkit.state.model import (
     clean_name,
     full_state_dict,
@@ -53,6 +52,7 @@ from shardkit.state.model import (
     sharded_state_dict,
     wants_live,
 )
+from shardkit.state.unsharded import full_params
 
 # Of models and of optimizers.
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
