@@ -96,7 +96,7 @@ def measured() -> Iterator[Cost]:
             patch.object(mesh, "init_device_mesh", apart(mesh.init_device_mesh, "torchs"))
         )
         stack.enter_context(
-            patch.object(exchange, "raise_together", apart(exchange.raise_together, "agreeing"))
+            patch.object(exchange, "max_over_ranks", apart(exchange.max_over_ranks, "agreeing"))
         )
         gc.collect()
         start = time.process_time()

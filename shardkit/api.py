@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.apply.mesh import spec_of
-from shardkit.apply.shard import ModelT, apply_agreed
+from shardkit.apply.shard import ModelT, plan_and_apply
 from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
@@ -195,7 +195,7 @@ def shard_model(
         )
 
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    return apply_agreed(model, plan, device_mesh, sync_module_states)
+    return plan_and_apply(model, plan, device_mesh, sync_module_states)
 
 
 def _within(

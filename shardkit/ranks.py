@@ -1,5 +1,7 @@
-"""Exchange bytes, flags and errors between ranks: an error on one alone would leave the others in a
-collective.
+"""What ranks tell each other: errors, values that must be equal, numbers and bytes.
+
+An error on one rank alone would leave the others waiting in a collective. So each collective call
+of shardkit checks everything it can first: :func:`raise_on_all_ranks`, then :func:`check_equal`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ from shardkit.errors import ShardkitError, listing
 logger = logging.getLogger("shardkit")
 
 PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
-_MOST = 5  # differences of one argument that a message shows
+MOST_DIFFERENCES = 5  # that a message shows
 
 _warned: set[str] = set()  # texts that this process has logged by warn_once
 listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
@@ -73,9 +74,8 @@ def collective_device(group: dist.ProcessGroup | None) -> str:
     accelerator.
     """
     backend = dist.get_backend(group)
-    return (
-        "cpu" if any(name in backend for name in ("gloo", "fake", "mpi", "ucc")) else device_type()
-    )
+    on_cpu = any(name in backend for name in ("gloo", "fake", "mpi", "ucc"))
+    return "cpu" if on_cpu else device_type()
 
 
 def groups_of(model: nn.Module) -> Groups:
@@ -85,13 +85,15 @@ def groups_of(model: nn.Module) -> Groups:
     Together they reach every rank that holds a shard of the model. Empty for a plain model. Local.
     """
     check_module(model)
-    params = sharded_parameters(model)  # also while units are left unsharded
-    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-    return list(
-        dict.fromkeys(
-            group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1
-        )
-    )
+    groups: list[dist.ProcessGroup | None] = []
+    meshes = set()
+    for param in sharded_parameters(model):  # also while units are left unsharded
+        if isinstance(param, DTensor) and param.device_mesh not in meshes:
+            meshes.add(param.device_mesh)
+            for group in param.device_mesh.get_all_groups():
+                if group.size() > 1 and group not in groups:
+                    groups.append(group)
+    return groups
 
 
 def own_rank() -> int:
@@ -126,13 +128,14 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes
     size = torch.tensor([len(data)], device=device)
     sizes = [size.clone() for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    longest = max(int(each) for each in sizes)
-    padded = torch.frombuffer(bytearray(data.ljust(longest) or b" "), dtype=torch.uint8).to(device)
-    gathered = [padded.clone() for _ in sizes]
+    lengths = [int(size) for size in sizes]
+    padded = torch.frombuffer(bytearray(data.ljust(max(*lengths, 1))), dtype=torch.uint8).to(device)
+    gathered = [padded.clone() for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
-    return [
-        bytes(each.tolist())[: int(length)] for each, length in zip(gathered, sizes, strict=True)
-    ]
+    content = []
+    for length, tensor in zip(lengths, gathered, strict=True):
+        content.append(bytes(tensor.tolist())[:length])
+    return content
 
 
 def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
@@ -156,12 +159,21 @@ def from_first(value: Any, groups: Groups, source: int = 0) -> Any:
         data, device = json.dumps(value).encode(), collective_device(group)
         size = torch.tensor([len(data)], device=device)
         dist.broadcast(size, group=group, group_src=source)
-        content = torch.frombuffer(
-            bytearray(data.ljust(int(size))[: int(size)]), dtype=torch.uint8
-        ).to(device)
+        fitted = bytearray(data.ljust(int(size))[: int(size)])  # other ranks' is overwritten
+        content = torch.frombuffer(fitted, dtype=torch.uint8).to(device)
         dist.broadcast(content, group=group, group_src=source)
         value = json.loads(bytes(content.tolist()))
     return value
+
+
+def max_over_ranks(numbers: Sequence[int], groups: Groups) -> list[int]:
+    """Return the highest of each number over all ranks. Collective: one all-reduce per group."""
+    highest = list(numbers)
+    for group in groups:
+        tensor = torch.tensor(highest, dtype=torch.int64, device=collective_device(group))
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        highest = tensor.tolist()
+    return highest
 
 
 def extremes(lows: list[int], highs: list[int], groups: Groups) -> tuple[list[int], list[int]]:
@@ -169,11 +181,7 @@ def extremes(lows: list[int], highs: list[int], groups: Groups) -> tuple[list[in
 
     One all-reduce for each group finds both: the lowest is the highest of the negatives, negated.
     """
-    values = [*highs, *(-low for low in lows)]
-    for group in groups:
-        tensor = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-        values = tensor.tolist()
+    values = max_over_ranks([*highs, *(-low for low in lows)], groups)
     return [-value for value in values[len(highs) :]], values[: len(highs)]
 
 
@@ -195,89 +203,53 @@ def digest(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
-@dataclass
-class Poll:
-    """What :func:`together` finds out about all ranks without another collective."""
-
-    own: int = 0  # a flag or a number, set by this rank
-    any: int = 0  # the highest of all ranks; known after the context
-    same: Mapping[str, Any] = field(default_factory=dict)  # all ranks raise unless equal on all
-    fix: str = "Make them equal"  # what to do if it is not
-
-
-def raise_together(
-    problem: Exception | None,
-    groups: Groups,
-    error: type[ShardkitError] = ShardkitError,
-    poll: Poll | None = None,
-    call: str | None = None,
-) -> None:
-    """Return on every rank if no rank has a problem; else raise on every rank. Collective.
+@contextmanager
+def raise_on_all_ranks(
+    groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None
+) -> Iterator[None]:
+    """Run a body without collectives; if it raises on any rank, every rank raises. Collective.
 
     One small all-reduce for each group; reasons are exchanged only when there is one. A rank with a
     ShardkitError of its own raises that one, so that all ranks raise the same where all saw the
     same.
 
     Args:
-        problem: what went wrong on this rank, or None.
         groups: which together reach all ranks concerned, as from :func:`groups_of`; None is the
-            world.
-        error: what the ranks without a problem raise, with the reason of each rank that has one.
-        poll: what to find out in the same all-reduce.
-        call: the public function; ranks that are in another one raise, as those with another
-            ``poll.same``.
+            world, none is a process alone.
+        error: what the other ranks raise, with the reason of each rank that has one.
+        call: the public function that begins here. A rank that waits ``PATIENCE`` seconds for the
+            others logs a warning.
     """
-    if problem is not None and not groups:  # a process alone
-        raise problem
-    poll = poll or Poll()
-    with real_tensors():  # the caller may be in a FakeTensorMode
-        same = {"call": call, **poll.same}
-        own = digest(same)
-        failed = int(problem is not None)
-        (lowest,), (highest, any_failed, poll.any) = extremes(
-            [own], [own, failed, int(poll.own)], groups
-        )
-        if not any_failed and lowest == highest:
-            return
-        if not any_failed:
-            raise error(_difference(same, groups, call, poll.fix))
-        reason = f"{type(problem).__name__}: {problem}" if problem is not None else None
-        reasons = gather_by_rank(reason, groups)
+    if call is not None:
+        note(call)
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+        problem = caught
+    if not groups:
+        if problem is not None:
+            raise problem
+        return
+
+    timer = threading.Timer(PATIENCE, _warn_of_waiting, [call])
+    timer.daemon = True
+    if call is not None:
+        timer.start()
+    try:
+        with real_tensors():  # the caller may be in a FakeTensorMode
+            (any_failed,) = max_over_ranks([int(problem is not None)], groups)
+            if not any_failed:
+                return
+            reason = f"{type(problem).__name__}: {problem}" if problem is not None else None
+            reasons = gather_by_rank(reason, groups)
+    finally:
+        timer.cancel()
     if isinstance(problem, ShardkitError):
         raise problem
     lines = [f"- rank {rank}: {why}" for rank, why in reasons.items() if why is not None]
     heading = f"{len(lines)} of {len(reasons)} ranks failed:"
     raise error("\n".join([heading, *lines])) from problem
-
-
-@contextmanager
-def together(
-    groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None
-) -> Iterator[Poll]:
-    """Run a body without collectives; when it raises on any rank, every rank raises.
-
-    As :func:`raise_together` says. With ``call``, the public function that begins here, ranks that
-    wait ``PATIENCE`` seconds log a warning.
-
-    Yields:
-        a poll: ``own`` and ``same`` are for the body to set; after it every rank knows ``any``.
-    """
-    timer = threading.Timer(PATIENCE, _warn_of_waiting, [call])
-    timer.daemon = True
-    if call is not None:
-        note(call)
-        if groups:
-            timer.start()
-    poll = Poll()
-    problem: Exception | None = None
-    try:
-        try:
-            yield poll
-        except Exception as caught:  # whatever it is, the other ranks must not wait for this one
-            problem = caught
-        raise_together(problem, groups, error, poll, call)
-    finally:
-        timer.cancel()
 
 
 def _warn_of_waiting(call: str) -> None:
@@ -289,42 +261,36 @@ def _warn_of_waiting(call: str) -> None:
     )
 
 
-def _difference(same: Mapping[str, Any], groups: Groups, call: str | None, fix: str) -> str:
-    """Return the error for arguments that differ from the first rank's: which, where, how.
-    Collective.
+def check_equal(
+    values: Mapping[str, Any],
+    groups: Groups,
+    error: type[ShardkitError] = ShardkitError,
+    fix: str = "Make them equal",
+) -> None:
+    """Raise on every rank unless ``values`` are equal on all of them. Collective.
+
+    They are JSON-ready, or compared by their ``repr``. One all-reduce of a hash for each group; the
+    values are exchanged only where hashes differ.
     """
-    own = json.loads(json.dumps(same, default=repr))
-    first, model = from_first([dist.get_rank(), own], groups)
-    differing = {}
-    for name in [*model, *own]:
-        if own.get(name) != model.get(name):
-            differing[name] = _unlike(model.get(name), own.get(name))
-    by_rank = gather_by_rank(differing, groups)
-    parts = []
-    for name in dict.fromkeys(name for found in by_rank.values() for name in found):
-        ranks = [rank for rank, found in by_rank.items() if name in found]
-        where = (
-            f"rank {ranks[0]} differs"
-            if len(ranks) == 1
-            else f"ranks {listing(map(str, ranks))} differ"
-        )
-        how = listing(by_rank[ranks[0]][name], _MOST)
-        parts.append(f"{where} from rank {first} in {name} ({how})")
-    problem = f"{call} was called differently" if call else "ranks disagree"
-    return (
-        f"{problem}: {'; '.join(parts)}. All ranks must make the same call with the same "
-        f"arguments. {fix}."
+    own = {}
+    for name, value in sorted(values.items()):
+        own[name] = value if isinstance(value, str) else json.dumps(value, default=repr)
+    hashed = digest(own)
+    with real_tensors():  # the caller may be in a FakeTensorMode
+        # The highest negative is the negative of the highest if all are equal.
+        highest, negative = max_over_ranks([hashed, -hashed], groups)
+        if highest == -negative:
+            return
+        first, others = from_first([own_rank(), own], groups)
+        differences = []
+        for name in {**others, **own}:
+            here, there = own.get(name, "nothing"), others.get(name, "nothing")
+            if here != there:
+                differences.append(f"{name} ({here:.200} instead of {there:.200})")
+        by_rank = gather_by_rank(differences[: MOST_DIFFERENCES + 1], groups)
+    ranks = [str(rank) for rank, differences in by_rank.items() if differences]
+    who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listing(ranks)} differ"
+    raise error(
+        f"{who} from rank {first} in {listing(by_rank[int(ranks[0])], MOST_DIFFERENCES)}. All ranks "
+        f"must make the same call with the same arguments. {fix}."
     )
-
-
-def _unlike(model: Any, other: Any) -> list[str]:
-    """Say how a value differs from the first rank's, key by key where both are dicts."""
-    if not (isinstance(model, dict) and isinstance(other, dict)):
-        texts = [each if isinstance(each, str) else json.dumps(each) for each in (other, model)]
-        return ["{:.200} instead of {:.200}".format(*texts)]
-    found = []
-    for key in dict.fromkeys([*model, *other]):
-        if model.get(key, ...) != other.get(key, ...):
-            for how in _unlike(model.get(key, "missing"), other.get(key, "missing")):
-                found.append(f"{key}: {how}")
-    return found[: _MOST + 1] or ["in another order"]

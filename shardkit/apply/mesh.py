@@ -1,6 +1,4 @@
-"""MeshSpec and DeviceMesh: the only module that builds meshes, or a process group if
-there is none.
-"""
+"""MeshSpec and DeviceMesh: the only module that builds meshes, or a process group if there is none."""
 
 from __future__ import annotations
 
@@ -22,21 +20,11 @@ from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.ranks import accelerator, all_gather_bytes, device_type
 
-# This rank's index on its host: torchrun, SLURM, Open MPI, Intel MPI, MVAPICH2, Cray PALS and
-# MPICH.
-_LOCAL_RANKS = (
-    "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD_LOCAL_RANK"
-)
-_LOCAL_RANKS += " PALS_LOCAL_RANKID PMI_LOCAL_RANK"
-# What launchers set besides, and the highest value in a process that they started alone. A shell of
-# salloc has SLURM_NTASKS too, so that one says nothing.
-_LAUNCHERS = {
-    "SLURM_STEP_NUM_TASKS": 1,
-    "SLURM_PROCID": 0,
-    "OMPI_COMM_WORLD_SIZE": 1,
-    "PMI_SIZE": 1,
-    "MV2_COMM_WORLD_SIZE": 1,
-}
+# This rank's index on its host: torchrun, SLURM, Open MPI, MPICH.
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK")
+# How many processes a launcher started. A shell of salloc has SLURM_NTASKS too, so that one says
+# nothing.
+_WORLD_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 logger = logging.getLogger("shardkit")
 
@@ -84,15 +72,17 @@ def _select_device(rank: int) -> None:
     # the launcher shows each rank its own device only (torch 2.11 to 2.15).
     index = torch.accelerator.current_device_index()
     if count > 1 and index == 0:
-        named = [int(os.environ[name]) for name in _LOCAL_RANKS.split() if name in os.environ]
-        torch.accelerator.set_device_index((*named, rank % count)[0])
+        local_rank = rank % count
+        for name in reversed(_LOCAL_RANKS):
+            local_rank = int(os.environ.get(name, local_rank))
+        torch.accelerator.set_device_index(local_rank)
 
 
 def _refuse_other_launchers() -> None:
     """Raise PlanError if the process is one of several, which would each train alone."""
-    for name, alone in _LAUNCHERS.items():
+    for name in _WORLD_SIZES:
         value = os.environ.get(name, "")
-        if value.isdigit() and int(value) > alone:
+        if value.isdigit() and int(value) > 1:
             raise PlanError(
                 f"{name} is {value}, so this is one of several processes, but RANK and WORLD_SIZE "
                 "are not set: each would train alone. Start one torchrun on each node, as by "
@@ -101,11 +91,11 @@ def _refuse_other_launchers() -> None:
             )
 
 
-def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
+def _destroy(world: weakref.ref[dist.ProcessGroup]) -> None:
     """Destroy all groups if the default is still ours, unless an error ends the process: others may
     not get here.
     """
-    if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
+    if dist.is_initialized() and dist.group.WORLD is world() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
         if accelerator() == "cpu":
             # Gloo's threads free the last collective's tensors, which aborts once Python ends
@@ -130,20 +120,7 @@ def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
             "all ranks in one axis. Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, "
             "shard)."
         )
-    names = mesh.mesh_dim_names
-    if names == ("dp", "sp"):
-        raise PlanError(
-            "mesh is the whole of training_mesh, and parameters shard over both of its axes. Of "
-            "two axes the first replicates. Leave mesh out, or pass MeshSpec.hybrid(replicate, "
-            "shard)."
-        )
-    if mesh.ndim > 1 and names is None:
-        raise PlanError(
-            f"mesh must have axis names, got a DeviceMesh of shape {tuple(mesh.shape)} without. "
-            'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh '
-            "of one axis."
-        )
-    return MeshSpec(tuple(mesh.shape), tuple(names) if names else ("dp_shard",))
+    return MeshSpec(tuple(mesh.shape), mesh.mesh_dim_names or ("dp_shard",))
 
 
 def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
@@ -172,8 +149,7 @@ def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
     world = dist.get_world_size()
     if not isinstance(sp, int) or sp < 1 or world % sp:
         raise PlanError(f"sp must divide the number of ranks, {world}, got {sp}. Pass a divisor.")
-    mesh = init_device_mesh(device or device_type(), (world // sp, sp), mesh_dim_names=("dp", "sp"))
-    return with_timeout_of_world(mesh)
+    return build_mesh(MeshSpec((world // sp, sp), ("dp", "sp")), device)
 
 
 def build_mesh(spec: MeshSpec, device: str | None = None) -> DeviceMesh:
@@ -216,10 +192,10 @@ def mesh_of_groups(
     if len(groups) == 1:  # the shard axis is this rank alone, so only this rank makes its group
         groups = [groups[0], dist.new_group([dist.get_rank()], use_local_synchronization=True)]
     replicate, shard = groups
-    mine = json.dumps(dist.get_process_group_ranks(shard)).encode()
-    table = [json.loads(row) for row in all_gather_bytes(mine, replicate)]
+    mine = dist.get_process_group_ranks(shard)
+    rows = [json.loads(row) for row in all_gather_bytes(json.dumps(mine).encode(), replicate)]
     return DeviceMesh.from_group(
-        [replicate, shard], device, torch.tensor(table), mesh_dim_names=spec.axis_names
+        [replicate, shard], device, torch.tensor(rows), mesh_dim_names=spec.axis_names
     )
 
 
@@ -241,13 +217,8 @@ def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
             f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}. Leave it out, or pass "
             "the mesh to plan_model."
         )
-    found = spec_of(mesh)
-    if found.shape != spec.shape or found.axis_names != spec.axis_names:
+    given = spec_of(mesh)
+    if given.shape != spec.shape or given.axis_names != spec.axis_names:
         raise PlanError(
-            f"mesh is {found}, and the plan was made for {spec}. Make the plan with this mesh."
-        )
-    if mesh.device_type not in ("cpu", accelerator()):
-        raise PlanError(
-            f"mesh is on {mesh.device_type!r}, and this process has {accelerator()!r}. "
-            f"Use init_device_mesh({accelerator()!r}, ...)."
+            f"mesh is {given}, and the plan was made for {spec}. Make the plan with this mesh."
         )

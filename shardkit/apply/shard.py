@@ -1,8 +1,4 @@
-"""Applying a plan: the only module that calls ``fully_shard``. Nothing is decided here.
-
-:func:`apply_agreed` is the whole way in order: agree, compare, build the mesh, broadcast, shard,
-prepare to run.
-"""
+"""Applying a plan: the only module that calls ``fully_shard``. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -22,19 +18,26 @@ from shardkit._fsdp import fsdp_units
 from shardkit._torch import real_tensors, with_timeout_of_world
 from shardkit.apply.init_sync import (
     broadcast_from_first,
+    check_can_broadcast,
     check_same_start,
-    facts_of,
-    other_groups,
+    state_facts,
     states_of,
 )
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
-from shardkit.apply.param_attrs import ParamAttrs
+from shardkit.apply.param_attrs import attributes_and_hooks, carry_over
 from shardkit.apply.validate import check_plan
 from shardkit.errors import PlanError
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.data import callers, skippable
 from shardkit.plan.types import is_world_size
-from shardkit.ranks import Groups, gather_by_rank, together, warn_once
+from shardkit.ranks import (
+    Groups,
+    check_equal,
+    gather_by_rank,
+    groups_of,
+    raise_on_all_ranks,
+    warn_once,
+)
 from shardkit.runtime.hooks import install_hooks
 from shardkit.runtime.stepping import replacing
 
@@ -51,7 +54,7 @@ def apply_plan(
     """Shard ``model`` as ``plan`` says, in place, and return it.
 
     Collective: every rank of the mesh must call. Before anything is changed, the ranks compare
-    their plans and a sample of their values, in two small all-reduces. Parameters on the meta
+    their plans and a sample of their values, in a few small all-reduces. Parameters on the meta
     device stay there, for ``materialize``.
 
     Args:
@@ -67,38 +70,62 @@ def apply_plan(
             between ranks, or ranks start from different values. Raised on every rank, with the
             model unchanged.
     """
-    return apply_agreed(model, lambda: plan, mesh, sync_module_states)
+    return plan_and_apply(model, lambda: plan, mesh, sync_module_states)
 
 
-def apply_agreed(
+def plan_and_apply(
     model: ModelT,
     make_plan: Callable[[], ShardingPlan],
     mesh: DeviceMesh | None,
     sync_module_states: bool,
 ) -> ModelT:
-    """Apply the plan that ``make_plan`` returns; what it raises on one rank is raised on all."""
+    """Apply the plan that ``make_plan`` returns: agree, compare, mesh, broadcast, shard."""
     ensure_process_group()
     groups: Groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]
-    others = other_groups(model, groups)
+    # Of the meshes of parameters that are DTensors already, as after tensor parallelism.
+    other_groups = groups_of(model) if isinstance(model, nn.Module) else []
     with real_tensors():  # ranks exchange real tensors, also where the model is made of fake ones
-        with together(others, PlanError) as across, together(groups, PlanError) as poll:
+        # 1. Each rank plans and checks its own model. An error on one is raised on all.
+        with raise_on_all_ranks([*groups, *other_groups], PlanError):
             plan = make_plan()
-            check_plan(model, plan, mesh if isinstance(mesh, DeviceMesh) else None)
             check_mesh(mesh, plan.mesh)
-            poll.same = {**facts_of(model, sync_module_states), **facts_of_plan(plan)}
+            check_plan(model, plan, mesh)
             states = states_of(model, plan.ignored)
-            if others:
-                across.same = {fqn: str(tuple(state.shape)) for fqn, state in states.items()}
-        check_same_start(model, plan, [*groups, *others], sync_module_states)
+            if sync_module_states:
+                check_can_broadcast(states)
+
+        # 2. Compare plans and values. Ranks with different ones would meet in different
+        # collectives, or train different models. Plans may differ along other axes.
+        facts = {"sync_module_states": sync_module_states, **plan_facts(plan)}
+        check_equal(facts, groups, PlanError)
+        facts = state_facts(states, compare_meta=sync_module_states)
+        check_equal(facts, [*groups, *other_groups], PlanError)
+        if not sync_module_states:
+            check_same_start(model, plan, [*groups, *other_groups])
+
+        # 3. Build the mesh, if there is none.
         mesh = mesh or build_mesh(plan.mesh)
+
+        # 4. Broadcast the first rank's values, if asked.
         if sync_module_states:
-            groups = [*mesh.get_all_groups(), *others]
+            groups = [*mesh.get_all_groups(), *other_groups]
             broadcast_from_first(states.values(), groups, mesh.device_type)
         del states  # or it would keep the full parameters
+
+    # 5. Shard, and prepare what runs in training.
     with replacing(model):
-        carry_out(model, plan, mesh)
+        shard_units(model, plan, mesh)
     install_hooks(model, plan.forward_methods)
-    _warn_and_refuse(model, plan)
+    if plan.ignored:
+        from shardkit.runtime.replicated import unreduced_problem
+
+        problem = unreduced_problem(model)
+        if problem:
+            warn_once(problem)
+    if any(hasattr(type(module), "unmerge") for module in model.modules()):  # peft's adapters
+        from shardkit.integrations.huggingface import refuse_merges
+
+        refuse_merges(model)
     setting = os.environ.get("SHARDKIT_WATCH")
     if setting:
         from shardkit.watching.watcher import watch_script  # on request only
@@ -107,65 +134,76 @@ def apply_agreed(
     return model
 
 
-def facts_of_plan(plan: ShardingPlan) -> dict[str, Any]:
-    """Return what must be equal on all ranks, by names that an error shows. Local, pure."""
+def plan_facts(plan: ShardingPlan) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by the names that an error shows. Local, pure."""
+    facts: dict[str, Any] = {"torch": str(torch.__version__)}
+    facts["order of units"] = [unit.name for unit in plan.units]
+    facts |= {f"parameter {spec.fqn}": spec for spec in plan.params}
     data = replace(plan, params=(), notes=()).to_dict()  # notes may differ
-    facts: dict[str, Any] = {f"parameter {spec.fqn}": spec for spec in plan.params}
     for unit, settings in zip(plan.units, data.pop("units"), strict=True):
-        facts[f"unit {unit.name}"] = settings
-    return {"torch": str(torch.__version__), "plan": {**facts, **data}}
+        for name, setting in settings.items():
+            facts[f"{name} of unit {unit.name}"] = setting
+    return {**facts, **data}
 
 
-def carry_out(
+def shard_units(
     model: nn.Module,
     plan: ShardingPlan,
     mesh: DeviceMesh,
     before: Callable[[ShardUnit], object] | None = None,
     after: Callable[[ShardUnit, dict[str, nn.Parameter]], object] | None = None,
 ) -> None:
-    """Shard ``model`` as ``plan`` says, checked and the same on all ranks. Collective; in place.
+    """Shard the units of ``plan``, checked and the same on all ranks. Collective; in place.
 
     ``before`` is called with each unit right before it is sharded; it is collective, and may
     replace its parameters. ``after`` is called right after, with the parameters by FQN that were
     sharded; it is local. Raises PlanError on every rank where torch could not shard the model on
     one of them. It has to be built again.
     """
+    groups = mesh.get_all_groups()
     meshes = unit_meshes(mesh, plan)
-    attributes = ParamAttrs(model)
-    owners = dict(model.named_modules())
-    # No rank may wait for one that failed: in a collective of ``before``, or in making the process
-    # groups of an int to reshard to, which fully_shard does.
-    batches = [plan.units]
-    if before is not None or any(is_world_size(u.reshard_after_forward) for u in plan.units):
-        batches = [(unit,) for unit in plan.units]
-    for units in batches:
+    attributes = attributes_and_hooks(model)
+    _replace_forwards(model, plan)
+
+    # The ranks agree that all has worked once, after all units; after each unit where ranks wait
+    # for each other inside: in ``before``, and in fully_shard where it makes process groups for an
+    # int to reshard to.
+    rounds = [plan.units]
+    if before is not None or any(is_world_size(unit.reshard_after_forward) for unit in plan.units):
+        rounds = [(unit,) for unit in plan.units]
+    for units in rounds:
         if before is not None:
             before(units[0])
-        with together(mesh.get_all_groups(), PlanError):
-            if units[0] is plan.units[0]:
-                _begin(model, plan)
+        with raise_on_all_ranks(groups, PlanError):
             ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
             for unit in units:
-                originals = (
-                    {fqn: model.get_parameter(fqn) for fqn in unit.params}
-                    if after is not None
-                    else {}
-                )
-                _shard_unit(model, owners, unit, meshes[unit.mesh], ignored)
+                params = _shard_unit(model, unit, meshes[unit.mesh], ignored)
                 if after is not None:
-                    after(unit, originals)
-                del originals  # or they would keep the full parameters
+                    after(unit, params)
+                del params  # or they would keep the full parameters
                 if plan.mesh.parts(unit.mesh) > 1:
                     from shardkit.runtime.means import divide_further
 
                     divide_further(model.get_submodule(unit.modules[0]), plan.mesh.parts(unit.mesh))
-            if units[-1] is plan.units[-1]:
-                attributes.carry_over(model)
-                _finish(model, plan, meshes[None])
+
+    with raise_on_all_ranks(groups, PlanError):
+        carry_over(model, attributes)
+        if plan.replicated:
+            from shardkit.runtime.replicated import replicate
+
+            replicate(model, plan.replicated, meshes[None])
+        if any(unit.may_skip for unit in plan.units):
+            _let_ranks_skip(model, plan, groups)
+        if plan.prefetch:
+            _prefetch(model, plan)
+    for unit in fsdp_units(model):
+        if unit.post_forward_mesh_info not in (None, unit.mesh_info):
+            # made by fully_shard for an int
+            with_timeout_of_world(unit.post_forward_mesh_info.mesh)
 
 
-def _begin(model: nn.Module, plan: ShardingPlan) -> None:
-    """Change the forwards that the plan asks for inside of checkpointing and compiling."""
+def _replace_forwards(model: nn.Module, plan: ShardingPlan) -> None:
+    """Change the forwards that run inside of checkpointing and compiling."""
     if any(unit.may_skip for unit in plan.units):
         from shardkit.runtime.skippable import in_order
 
@@ -184,24 +222,18 @@ def _begin(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _shard_unit(
-    model: nn.Module,
-    owners: dict[str, nn.Module],
-    unit: ShardUnit,
-    mesh: DeviceMesh,
-    ignored: set[nn.Parameter],
-) -> None:
+    model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """Call ``fully_shard`` for a unit; return the parameters that it replaced, by FQN."""
     modules = [model.get_submodule(fqn) for fqn in unit.modules]
-    params = {}
-    for fqn in unit.params:
-        owner, _, name = fqn.rpartition(".")
-        params[fqn] = getattr(owners[owner], name)
+    params = {fqn: model.get_parameter(fqn) for fqn in unit.params}
     placements = {params[fqn]: Shard(dim) for fqn, dim in unit.shard_dims}
     try:
         for param in params.values():
             if not param.is_contiguous():  # torch refuses it, such as a channels_last weight
                 param.data = param.data.contiguous()
         for fqn, module in zip(unit.modules, modules, strict=True):
-            _replace_forward(module, fqn, unit)
+            _checkpoint_and_compile(module, fqn, unit)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,
@@ -222,9 +254,10 @@ def _shard_unit(
             "is sharded in part now and cannot be used; build it again. See the cause, or pass it "
             "in ignored_params."
         ) from error
+    return params
 
 
-def _replace_forward(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
+def _checkpoint_and_compile(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
     """Checkpoint, then compile the forward of a module, as its unit asks for. In place.
 
     ``forward`` is replaced, so that FQNs stay and the hooks of ``fully_shard`` stay outside: a
@@ -242,21 +275,6 @@ def _replace_forward(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
         module.forward = checkpointed(module, fqn, unit.checkpoint_activations, to_compile)
     if unit.compile and not compile_first:
         module.forward = torch.compile(module.forward)
-
-
-def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
-    if plan.replicated:
-        from shardkit.runtime.replicated import replicate
-
-        replicate(model, plan.replicated, mesh)
-    if any(unit.may_skip for unit in plan.units):
-        _let_ranks_skip(model, plan, mesh.get_all_groups())
-    if plan.prefetch:
-        _prefetch(model, plan)
-    for made in fsdp_units(model):
-        if made.post_forward_mesh_info not in (None, made.mesh_info):
-            # made by fully_shard for an int
-            with_timeout_of_world(made.post_forward_mesh_info.mesh)
 
 
 def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:
@@ -277,6 +295,7 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
 
 
 def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
+    """Tell each unit but the root which ones to all-gather ahead of it."""
     modules: list[FSDPModule] = []
     for unit in plan.execution_order():
         module = model.get_submodule(unit.modules[0])
@@ -287,17 +306,3 @@ def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
         behind = modules[max(0, index - plan.prefetch) : index]
         sharded.set_modules_to_forward_prefetch(ahead)
         sharded.set_modules_to_backward_prefetch(behind[::-1])
-
-
-def _warn_and_refuse(model: nn.Module, plan: ShardingPlan) -> None:
-    """Warn of ignored parameters that train, and refuse merges of adapters; most have neither."""
-    if plan.ignored:
-        from shardkit.runtime.replicated import unreduced_problem
-
-        problem = unreduced_problem(model)
-        if problem:
-            warn_once(problem)
-    if any(hasattr(type(module), "unmerge") for module in model.modules()):
-        from shardkit.integrations.huggingface import refuse_merges
-
-        refuse_merges(model)

@@ -37,7 +37,7 @@ from shardkit.checkpoint.source import (
 )
 from shardkit.checkpoint.torch_files import SUFFIXES, Shapes, TorchFiles, rank_files
 from shardkit.errors import CheckpointError, listing
-from shardkit.ranks import extremes, one_group, own_rank, together
+from shardkit.ranks import check_equal, max_over_ranks, one_group, own_rank, raise_on_all_ranks
 from shardkit.state.load import (
     KeyMap,
     Request,
@@ -114,35 +114,33 @@ def load_checkpoint(
     groups, ranks = one_group(group)
     number = ranks.index(own_rank())
     request = Request(str(path), strict, key_map, among_floats if cast else operator.eq)
-    with together(groups, CheckpointError, call="load_checkpoint") as poll:
+    with raise_on_all_ranks(groups, CheckpointError, call="load_checkpoint"):
         pending().wait()  # here, since a rank whose program has waited does not raise
         shapes = {name: param.shape for param, name in parameter_names(model).items()}
         source = open_checkpoint(Path(path), shapes, with_optimizer=optimizer is not None)
         state = _wanted(source.contents, model, request, number == 0)
         names = [rename(name, key_map) for name in source.contents.model]
         is_here = [name in state.tensors or name in state.others for name in names]
-        poll.same = {
-            "optimizer": optimizer is not None,
-            "strict": strict,
-            "random": random,
-            "verify": verify,
-        }
-        poll.same |= {"what is at path": _described(source.contents)}
-        poll.own = not all(is_here)
+        contents = _described(source.contents)
+    same = {
+        "optimizer": optimizer is not None,
+        "strict": strict,
+        "random": random,
+        "verify": verify,
+    }
+    same |= {f"what is at path of {name}": value for name, value in contents.items()}
+    check_equal(same, groups, CheckpointError)
+    is_anywhere = max_over_ranks([int(here) for here in is_here], groups)
     elsewhere = set()  # what other ranks load, such as other stages of a pipeline
-    if poll.any:
-        _, is_anywhere = extremes([], [int(each) for each in is_here], groups)
-        elsewhere = {
-            name
-            for name, here, there in zip(names, is_here, is_anywhere, strict=True)
-            if there > here
-        }
-    with together(groups, CheckpointError):
+    for name, here, there in zip(names, is_here, is_anywhere, strict=True):
+        if there > here:
+            elsewhere.add(name)
+    with raise_on_all_ranks(groups, CheckpointError):
         read = _plan(source, model, state, optimizer, scheduler, request, elsewhere)
     if verify and isinstance(source, NativeCheckpoint):
         source.verify(groups, number, len(ranks))
     extra = None
-    with together(groups, CheckpointError):
+    with raise_on_all_ranks(groups, CheckpointError):
         read()
         if isinstance(source, NativeCheckpoint):
             extra = source.resume(number, len(ranks), random)

@@ -15,7 +15,7 @@ from shardkit.checkpoint.random_state import restore_random
 from shardkit.checkpoint.save import FIRST, RANKS, STATE, optimizer_key
 from shardkit.checkpoint.source import Contents, Safetensors, unpack
 from shardkit.errors import CheckpointError, listing
-from shardkit.ranks import Groups, sum_over_ranks, together
+from shardkit.ranks import Groups, raise_on_all_ranks, sum_over_ranks
 from shardkit.state.optimizer import with_leaves
 
 logger = logging.getLogger("shardkit")
@@ -99,7 +99,7 @@ class NativeCheckpoint(Safetensors):
         files = self._manifest["files"]
         sizes = {self._directory / name: size for name, (size, _) in files.items()}
         sums: list[int] = []
-        with together(groups, CheckpointError):
+        with raise_on_all_ranks(groups, CheckpointError):
             sums = file_sums(sizes, number, world_size)
         totals = sum_over_ranks(sums, groups)
         damaged = [

@@ -45,7 +45,15 @@ from shardkit.checkpoint.hub import (
 from shardkit.checkpoint.save import check_savable, described, parts_to_write
 from shardkit.checkpoint.source import Safetensors, check_stored_ties, refuse_subclasses
 from shardkit.errors import CheckpointError, ShardkitError, listing
-from shardkit.ranks import Groups, groups_of, one_group, own_rank, sum_over_ranks, together
+from shardkit.ranks import (
+    Groups,
+    check_equal,
+    groups_of,
+    one_group,
+    own_rank,
+    raise_on_all_ranks,
+    sum_over_ranks,
+)
 from shardkit.state.load import (
     IncompatibleKeys,
     KeyMap,
@@ -110,15 +118,13 @@ def load_pretrained(
     """
     groups = groups_of(model)
     request = Request(os.fspath(path), strict, key_map)
-    with together(groups, CheckpointError, call="load_pretrained") as poll:
+    with raise_on_all_ranks(groups, CheckpointError, call="load_pretrained"):
         source, plan, tensors, memory = _plan_load(model, dtype, request)
         read = {name: source.contents.model[file_name] for name, file_name in plan.copies.items()}
-        poll.same = {
-            "what is read": read,
-            "missing and unexpected": plan.keys,
-            "the rest": memory.digest,
-        }
-    with together(groups, CheckpointError):
+    same = {"missing and unexpected": plan.keys, "the rest": memory.digest}
+    same |= {f"what is read for {name}": stored for name, stored in read.items()}
+    check_equal(same, groups, CheckpointError)
+    with raise_on_all_ranks(groups, CheckpointError):
         source.read([(stored.key, memory.of(tensors[name])) for name, stored in read.items()])
         memory.compute()
     memory.install()
@@ -200,7 +206,7 @@ def save_pretrained(
     draft = draft_of(place)
     groups, ranks = one_group(group)
     is_first = own_rank() == ranks[0]
-    with together(groups, CheckpointError, call="save_pretrained") as poll:
+    with raise_on_all_ranks(groups, CheckpointError, call="save_pretrained"):
         if is_first:
             put_back(place)
             _check_place(place, overwrite)
@@ -212,16 +218,12 @@ def save_pretrained(
         export = plan_export(model)
         check_savable(export.sources)
         files, entries = plan_files(draft, export.name, export.specs(dtype), max_shard_size)
-        poll.same = {
-            "path": str(place),
-            "overwrite": overwrite,
-            "dtype": dtype,
-            "files": len(files),
-        }
-        poll.same["model"] = {name: described(tensor) for name, tensor in export.sources.items()}
+    same = {"path": str(place), "overwrite": overwrite, "dtype": dtype, "files": len(files)}
+    same |= {f"tensor {name}": described(tensor) for name, tensor in export.sources.items()}
+    check_equal(same, groups, CheckpointError)
     try:
         _write(files, entries, export, groups, ranks)
-        with together(groups, CheckpointError):
+        with raise_on_all_ranks(groups, CheckpointError):
             if is_first:
                 export.write_configs(draft, dtype)
                 for file in draft.rglob("*"):
@@ -413,7 +415,7 @@ def _write(
                 )
         except Exception as error:
             problem = error
-    with together(groups, CheckpointError):
+    with raise_on_all_ranks(groups, CheckpointError):
         if problem is not None:
             raise problem
         for path, count in counts.items():
@@ -489,18 +491,20 @@ def named_full_tensors(
         >>> for name, tensor in named_full_tensors(model, names="hub", dtype=torch.bfloat16):
         ...     engine.update_weight(name, tensor)
     """
-    with together(groups_of(model), call="named_full_tensors") as poll:
+    groups = groups_of(model)
+    with raise_on_all_ranks(groups, call="named_full_tensors"):
         if names not in ("model", "hub"):
             raise ShardkitError(f'names must be "model" or "hub", got {names!r}.')
         state = state_to_gather(model)
-        poll.same = {
-            "names": names,
-            "bucket_bytes": bucket_bytes,
-            "rank0_only": rank0_only,
-            "dtype": str(dtype),
-            "sharded tensors": sharded_tensors(state),
-        }
         export = plan_export(model) if names == "hub" else None
+    same = {
+        "names": names,
+        "bucket_bytes": bucket_bytes,
+        "rank0_only": rank0_only,
+        "dtype": str(dtype),
+        **sharded_tensors(state),
+    }
+    check_equal(same, groups)
     tensors, labels = state.tensors, dict[str, list[str]]()
     if export is not None:
         tensors, labels = export.sources, {name: [new] for name, new in export.renamed.items()}

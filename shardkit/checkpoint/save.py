@@ -39,14 +39,15 @@ from shardkit.checkpoint.source import pack, refuse_subclasses, unpack
 from shardkit.errors import CheckpointError, ShardkitError, listing
 from shardkit.ranks import (
     Groups,
+    check_equal,
     digest,
     extremes,
     from_first,
     gather_by_rank,
     one_group,
     own_rank,
+    raise_on_all_ranks,
     sum_over_ranks,
-    together,
 )
 from shardkit.shards import device_of, is_first_replica, local_value, misplaced
 from shardkit.state.model import check_scales, first_names, model_state, trainable_state
@@ -127,7 +128,7 @@ def save_checkpoint(
     pending().error()
     place = Path(path).absolute()
     groups, ranks = one_group(group)
-    with together(groups, CheckpointError, call="save_checkpoint") as poll:
+    with raise_on_all_ranks(groups, CheckpointError, call="save_checkpoint"):
         pending().wait()  # here, since a rank whose program has waited does not raise
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(
@@ -141,11 +142,12 @@ def save_checkpoint(
         snapshot.own = {"extra": pack(extra, "extra") if is_given else FIRST}
         for kind, state in random_states().items():
             snapshot.own[kind] = pack(state, kind)
-        poll.same = {"path": str(place), "async_": async_, "overwrite": overwrite, "keep": keep}
-        poll.same |= {"trainable_only": trainable_only, "optimizer": optimizer is not None}
-        poll.same |= {"scheduler": snapshot.plain["scheduler"]}
+    same = {"path": str(place), "async_": async_, "overwrite": overwrite, "keep": keep}
+    same |= {"trainable_only": trainable_only, "optimizer": optimizer is not None}
+    same |= {"scheduler": snapshot.plain["scheduler"]}
+    check_equal(same, groups, CheckpointError)
     owners = _agree(snapshot, groups, ranks)
-    with together(groups, CheckpointError):
+    with raise_on_all_ranks(groups, CheckpointError):
         files, parts = plan_checkpoint(place, snapshot, owners)
         state = pack(snapshot.plain, "the state") if own_rank() == ranks[0] else b""
         if async_:
@@ -440,14 +442,14 @@ def write_checkpoint(
     """
     draft, is_first = directory.draft_of(path), own_rank() == ranks[0]
     try:
-        with together(groups, CheckpointError):
+        with raise_on_all_ranks(groups, CheckpointError):
             draft.mkdir(parents=True, exist_ok=True)
             written = write_parts(files, parts, create=is_first, turn=own_rank())
             if is_first:
                 write_bytes(draft / STATE, state)
         numbers = [number for file in files for number in written[file.path]]
         totals = sum_over_ranks(numbers, groups)
-        with together(groups, CheckpointError):
+        with raise_on_all_ranks(groups, CheckpointError):
             if is_first:
                 listed = {STATE: (len(state), bytes_sum(state, 0))}
                 for file, count, checksum in zip(files, totals[::2], totals[1::2], strict=True):

@@ -20,7 +20,7 @@ from shardkit.errors import ShardkitError
 from shardkit.meta.record import is_plain_meta, records
 from shardkit.meta.replay import Final, Player
 from shardkit.meta.tape import View, open_tape
-from shardkit.ranks import groups_of, together
+from shardkit.ranks import check_equal, groups_of, raise_on_all_ranks
 from shardkit.references import Setter, references
 from shardkit.shards import as_sharded, device_of, local_part, wrapped_as
 
@@ -82,13 +82,14 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
             "a model that was built under init_on_meta(). Remove the call if the model has its "
             "values already."
         )
-    with together(groups, call="materialize") as poll:
+    with raise_on_all_ranks(groups, call="materialize"):
         player = prepare(model, targets, device, settle=True)
-        poll.same = player.digests()
-        poll.fix = (
-            "Build the same model on all ranks, and call torch.manual_seed with one number before "
-            "init_on_meta(); seed the data by rank afterwards"
-        )
+        digests = player.digests()
+    fix = (
+        "Build the same model on all ranks, and call torch.manual_seed with one number before "
+        "init_on_meta(); seed the data by rank afterwards"
+    )
+    check_equal(digests, groups, fix=fix)
     elements = sum(target.tensor.numel() for target in targets)
     if player.device.type == "cpu" and elements > _MANY:
         logger.warning(

@@ -30,7 +30,7 @@ from shardkit.optim.local import (
     step_of,
     subclass,
 )
-from shardkit.ranks import all_gather_bytes, own_rank, together
+from shardkit.ranks import all_gather_bytes, own_rank, raise_on_all_ranks
 from shardkit.shards import Box, cut, dtensor_from_local, local_box, local_value
 
 BUCKET_BYTES = 1 << 26  # of parameters, on each rank
@@ -221,7 +221,7 @@ def _step_bucket(
     batch.run()
     # 2. They step, and tell all ranks the form of their state, and the numbers that changed.
     owned = [matrix for matrix in bucket.matrices if matrix.owner == here]
-    with together([group] if group is not None else []):
+    with raise_on_all_ranks([group] if group is not None else []):
         changes = _step_owned(inner, optimizer, owned, before)
         told = [tree_map(_described, matrix.state) for matrix in owned], changes
     by_rank = {here: told}

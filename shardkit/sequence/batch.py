@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardkit.errors import ShardkitError
-from shardkit.ranks import Poll, raise_together
+from shardkit.ranks import check_equal
 
 ADVICE = "Do not split this model's sequences; shorten them, or checkpoint its blocks."
 # The tensors of a batch with a value for each token, and what padding gets; padded position ids
@@ -209,8 +209,7 @@ class SplitSequence:
             'Read data by mesh["dp"].get_local_rank(), as with DistributedSampler(rank=, '
             "num_replicas=)"
         )
-        poll = Poll(same={**values, "problem": problem}, fix=fix)
-        raise_together(None, [self.group], poll=poll, call="sequence.split:")
+        check_equal({**values, "problem": problem}, [self.group], fix=fix)
         if problem:
             raise ShardkitError(problem)
 

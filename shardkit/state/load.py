@@ -26,7 +26,7 @@ from shardkit.meta.targets import (
     prepare,
     target_device,
 )
-from shardkit.ranks import Groups, groups_of, together
+from shardkit.ranks import Groups, check_equal, groups_of, raise_on_all_ranks
 from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state.model import (
     ModelState,
@@ -91,15 +91,15 @@ def load_full_state_dict(
         "state_dict", strict, key_map=clean_name, converts=_converts, fix=fix, error=ShardkitError
     )
     # 1. The rank that has the dict tells the others what is in it.
-    with together(groups, call="load_full_state_dict") as poll:
-        poll.same = {"src": src, "strict": strict, "assign": assign}
+    with raise_on_all_ranks(groups, call="load_full_state_dict"):
         state = live_state(model)
         ranks = model_group(state.tensors.values()) if src == "rank0" else EACH_ALONE
         given = state_dict if ranks.is_root else {}
         described = _described(given)
+    check_equal({"src": src, "strict": strict, "assign": assign}, groups)
     described = share(described, ranks)
     # 2. Each rank matches that with its model, and allocates what is new.
-    with together(groups):
+    with raise_on_all_ranks(groups):
         wanted = {name: state.tensors.get(name) for name in state.order}
         plan = plan_load(wanted, described, request)
         dtypes = {}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
 from shardkit.boxes import gather, model_group, refuse_quantized
 from shardkit.errors import ShardkitError, listing
-from shardkit.ranks import check_module, groups_of, together
+from shardkit.ranks import check_equal, check_module, groups_of, raise_on_all_ranks
 
 # Of torch.compile, checkpoint_wrapper, and FSDP1 and its drop-in.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -210,13 +210,11 @@ def full_state_dict(
         >>> if state:
         ...     torch.save(state, "model.pt")
     """
-    with together(groups_of(model), call="full_state_dict") as poll:
+    groups = groups_of(model)
+    with raise_on_all_ranks(groups, call="full_state_dict"):
         state = state_to_gather(model)
-        poll.same = {
-            "rank0_only": rank0_only,
-            "dtype": str(dtype),
-            "sharded tensors": sharded_tensors(state),
-        }
+    same = {"rank0_only": rank0_only, "dtype": str(dtype)}
+    check_equal({**same, **sharded_tensors(state)}, groups)
     ranks = model_group(state.tensors.values())
     first = first_names(state.tensors)
     named = [(name, state.tensors[name]) for name in dict.fromkeys(first.values())]
@@ -242,7 +240,7 @@ def sharded_tensors(state: ModelState) -> dict[str, str]:
     described = {}
     for name, tensor in state.tensors.items():
         if isinstance(tensor, DTensor):
-            described[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
+            described[f"sharded tensor {name}"] = f"{tuple(tensor.shape)} {tensor.dtype}"
     return described
 
 

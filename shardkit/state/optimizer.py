@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shardkit.boxes import gather, model_group, refuse_quantized
 from shardkit.errors import ShardkitError, listing
-from shardkit.ranks import groups_of, together
+from shardkit.ranks import check_equal, groups_of, raise_on_all_ranks
 from shardkit.runtime.stepping import check_awake
 from shardkit.state.model import parameter_names
 
@@ -85,12 +85,14 @@ def full_optimizer_state_dict(
         ShardkitError: on every rank, as :func:`sharded_optimizer_state_dict`, or for quantized
             state, such as torchao's.
     """
-    with together(groups_of(model), call="full_optimizer_state_dict") as poll:
+    groups = groups_of(model)
+    with raise_on_all_ranks(groups, call="full_optimizer_state_dict"):
         sharded = sharded_optimizer_state_dict(model, optimizer)
         tensors = tensor_leaves(sharded)
         refuse_quantized(tensors.items())
         dtensors = [path for path, tensor in tensors.items() if isinstance(tensor, DTensor)]
-        poll.same = {"rank0_only": rank0_only, "which tensors are sharded": sorted(dtensors)}
+    same = {"rank0_only": rank0_only, "which tensors are sharded": sorted(dtensors)}
+    check_equal(same, groups)
     ranks = model_group([*parameter_names(model), *tensors.values()])
     in_one_order = sorted(tensors.items())  # optimizers may have made their state in another one
     fulls = dict(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardkit._torch import is_wrapper
 from shardkit.boxes import EACH_ALONE, Move, model_group, scatter, share
 from shardkit.errors import ShardkitError
-from shardkit.ranks import together
+from shardkit.ranks import check_equal, raise_on_all_ranks
 from shardkit.shards import as_sharded, local_value, replicated
 from shardkit.state.load import Source, Spec, load_groups, raise_listed, unwritten
 from shardkit.state.model import clean_name, parameter_names
@@ -66,14 +66,14 @@ def load_full_optimizer_state_dict(
             different options in the dict.
     """
     groups = load_groups(model, src)
-    with together(groups, call="load_full_optimizer_state_dict") as poll:
-        poll.same = {"src": src}
+    with raise_on_all_ranks(groups, call="load_full_optimizer_state_dict"):
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
         ranks = model_group(names) if src == "rank0" else EACH_ALONE
         given = by_name(state_dict) if ranks.is_root else {"state": {}, "param_groups": []}
         specs = with_leaves(given["state"], lambda _, full: Spec(full.dtype, full.shape))
+    check_equal({"src": src}, groups)
     described = share({**given, "state": specs}, ranks)
-    with together(groups):
+    with raise_on_all_ranks(groups):
         check_names(optimizers, names, described)
         state, targets = plan_state(optimizers, names, described["state"])
     fulls, specs = tensor_leaves(given["state"]), tensor_leaves(described["state"], Spec)

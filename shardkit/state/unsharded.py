@@ -14,7 +14,7 @@ from shardkit import _fsdp
 from shardkit._fsdp.states import without_hooks
 from shardkit.boxes import EACH_ALONE, Move, gather, model_group, refuse_quantized, scatter
 from shardkit.errors import ShardkitError, listing
-from shardkit.ranks import groups_of, together
+from shardkit.ranks import check_equal, groups_of, raise_on_all_ranks
 from shardkit.runtime.stepping import check_awake
 from shardkit.state.model import parameter_names, refuse_meta
 
@@ -64,26 +64,27 @@ def full_params(
         ...     model.embed.weight[0].data.zero_()
     """
     groups = groups_of(model)
-    with together(groups, call="full_params") as poll:
+    with raise_on_all_ranks(groups, call="full_params"):
         names = _params_to_replace(model, recurse)
         grads = {}
         for param, name in names.items():
             if with_grads and param.grad is not None:
                 grads[name] = param.grad
-        poll.same = {
-            "rank0_only": rank0_only,
-            "writeback": writeback,
-            "with_grads": with_grads,
-            "recurse": recurse,
-            "which parameters have gradients": list(grads),
-        }
+    same = {
+        "rank0_only": rank0_only,
+        "writeback": writeback,
+        "with_grads": with_grads,
+        "recurse": recurse,
+        "which parameters have gradients": list(grads),
+    }
+    check_equal(same, groups)
     ranks, device = model_group(names), torch.device("cpu") if offload_to_cpu else None
     shards: dict[str, Tensor] = {name: param for param, name in names.items()}
     for name, grad in grads.items():
         shards[f"grad of {name}"] = grad
     fulls = dict(gather(shards.items(), ranks, everywhere=not rank0_only, device=device))
     moves: list[Move] = []
-    with together(groups if writeback and rank0_only else []):
+    with raise_on_all_ranks(groups if writeback and rank0_only else []):
         changed: dict[str, Tensor | None] = {}
         with (
             without_hooks([*model.modules()] if recurse else [model]),

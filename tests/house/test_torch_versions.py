@@ -71,8 +71,6 @@ def check_without_gpu(backend: str | None) -> None:
     shardkit.materialize(shard_model(model))
     model(torch.ones(2, 4)).sum().backward()
     assert model.weight.grad.device.type == "cpu"
-    with pytest.raises(ShardkitError, match=r"pin_memory=True.*there is no accelerator"):
-        shard_model(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy())
     for device_id in (0, torch.device("cuda", 0)):
         with pytest.raises(ShardkitError, match="device_id must be on cpu, got cuda:0"):
             FSDP(torch.nn.Linear(4, 4), device_id=device_id)

@@ -87,24 +87,19 @@ def test_arguments_that_differ_between_ranks_are_named_on_every_rank():
     src, dtype = ("all", torch.bfloat16) if odd else ("rank0", None)
 
     calls = {
-        ("full_state_dict", "rank0_only"): lambda: full_state_dict(model, rank0_only=odd),
-        ("full_state_dict", r"dtype \(torch.bfloat16 instead of None"): lambda: full_state_dict(
-            model, dtype=dtype
-        ),
-        ("named_full_tensors", "rank0_only"): lambda: next(
-            named_full_tensors(model, rank0_only=odd)
-        ),
-        ("load_full_state_dict", "src"): lambda: load_full_state_dict(model, state, src=src),
-        ("full_", "call"): lambda: (
-            full_state_dict(model) if odd else full_params(model).__enter__()
-        ),
-        ("full_params", "with_grads"): lambda: full_params(model, with_grads=odd).__enter__(),
+        "rank0_only": lambda: full_state_dict(model, rank0_only=odd),
+        r"dtype \(torch.bfloat16 instead of None": lambda: full_state_dict(model, dtype=dtype),
+        "bucket_bytes": lambda: next(named_full_tensors(model, bucket_bytes=8 + odd)),
+        "src": lambda: load_full_state_dict(model, state, src=src),
+        "with_grads": lambda: full_params(model, with_grads=odd).__enter__(),
     }
-    for (name, argument), call in calls.items():
-        with pytest.raises(
-            ShardkitError, match=f"{name}.* rank 1 differs from rank 0 in .*{argument}"
-        ):
+    for argument, call in calls.items():
+        with pytest.raises(ShardkitError, match=f"^rank 1 differs from rank 0 in {argument}"):
             call()
+    with pytest.raises(
+        ShardkitError, match=r"rank 1 differs from rank 0 in .*recurse \(nothing instead of true\)"
+    ):
+        full_state_dict(model) if odd else full_params(model).__enter__()
     assert_same_state(full_state_dict(model, rank0_only=False), state)
 
 

@@ -18,16 +18,29 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp.collectives import reduce_unused
 from shardkit._torch import real_tensors
-from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of
+from shardkit.apply.init_sync import (
+    broadcast_from_first,
+    check_can_broadcast,
+    check_same_start,
+    state_facts,
+    states_of,
+)
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
-from shardkit.apply.shard import carry_out, facts_of_plan
+from shardkit.apply.shard import plan_facts, shard_units
 from shardkit.apply.validate import check_plan
 from shardkit.errors import PlanError, TranslationError, listing, message
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.strategy import groups_to_agree
 from shardkit.meta import is_recorded, materialize
 from shardkit.plan import ShardingPlan, ShardUnit
-from shardkit.ranks import Groups, accelerator, device_type, together
+from shardkit.ranks import (
+    Groups,
+    accelerator,
+    check_equal,
+    device_type,
+    max_over_ranks,
+    raise_on_all_ranks,
+)
 
 ParamInitFn: TypeAlias = Callable[[nn.Module], object]
 
@@ -124,19 +137,20 @@ def shard_translated(
     """
     ensure_process_group()
     with real_tensors():
-        with together(groups, PlanError) as poll:
+        with raise_on_all_ranks(groups, PlanError):
             translation = decide()
             _check(model, translation)
             recorded = translation.param_init_fn is None and is_recorded(model)
-            poll.own = not recorded
-            poll.same = _facts(model, translation, any_start)
+            facts = _facts(model, translation, any_start)
+        check_equal(facts, groups, PlanError)
+        # on all ranks: with sync_module_states the first may be real
+        (some_real,) = max_over_ranks([int(not recorded)], groups)
         if not any_start and not translation.sync_module_states:
-            check_same_start(model, translation.plan, groups, sync_module_states=False)
+            check_same_start(model, translation.plan, groups)
         mesh = (mesh_of or mesh_for)(translation)
-    recorded = not poll.any  # on all ranks: with sync_module_states the first may be real
-    prepare = None if recorded else _UnitStates(model, translation, mesh)
-    carry_out(model, translation.plan, mesh, before=prepare, after=after)
-    if recorded:
+    prepare = _UnitStates(model, translation, mesh) if some_real else None
+    shard_units(model, translation.plan, mesh, before=prepare, after=after)
+    if not some_real:
         materialize(model)
     reduce_unused(model.modules(), beside_used=True)
     return translation, mesh
@@ -145,15 +159,15 @@ def shard_translated(
 def _facts(model: nn.Module, translation: Translation, any_start: bool) -> dict[str, Any]:
     """Return what must be equal on all ranks."""
     plan, syncs = translation.plan, translation.sync_module_states
-    facts = (
-        {"sync_module_states": str(syncs)} if any_start and not syncs else facts_of(model, syncs)
-    )
+    facts = {"sync_module_states": str(syncs), "buffer_dtype": str(dict(translation.buffer_dtypes))}
+    if syncs or not any_start:
+        facts |= state_facts(dict(sorted(model.named_buffers())), compare_meta=False)
     if syncs:
+        check_can_broadcast(states_of(model))
         # A meta rank may begin in another dtype than the first, and cast in param_init_fn.
         params = (spec._replace(dtype=torch.float32) for spec in plan.params)
         plan = replace(plan, params=tuple(params))
-    dtypes = {"buffer_dtype": str(dict(translation.buffer_dtypes))}
-    return {**facts, **dtypes, **facts_of_plan(plan)}
+    return {**facts, **plan_facts(plan)}
 
 
 def cast_buffers(model: nn.Module, translation: Translation) -> None:
@@ -223,14 +237,13 @@ class _UnitStates:
         groups = self._mesh.get_all_groups()
         states: list[Tensor] = []
         params = {fqn: self._model.get_parameter(fqn) for fqn in unit.params}
-        with together(groups, TranslationError, call="FullyShardedDataParallel") as poll:
+        with raise_on_all_ranks(groups, TranslationError, call="FullyShardedDataParallel"):
             modules = list(self._modules(unit))
             if any(map(_on_meta, modules)):
                 self._initialize(modules)
                 self._tie(unit)
                 params = {fqn: self._model.get_parameter(fqn) for fqn in unit.params}
             self._check_made(unit, modules, params)
-            poll.same = {f"dtype of {fqn}": str(param.dtype) for fqn, param in params.items()}
             if self._translation.sync_module_states:
                 states = [*self._buffers(unit), *params.values()]
             if any(state.is_meta for state in states):
@@ -238,6 +251,8 @@ class _UnitStates:
                     f"sync_module_states cannot broadcast buffers of ignored modules in {unit.name}, "
                     "which are on the meta device. Initialize ignored modules before sharding."
                 )
+        dtypes = {f"dtype of {fqn}": str(param.dtype) for fqn, param in params.items()}
+        check_equal(dtypes, groups, TranslationError)
         broadcast_from_first(states, groups, self._mesh.device_type)
 
     def _modules(self, unit: ShardUnit) -> Iterator[nn.Module]:
