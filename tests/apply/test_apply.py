@@ -49,10 +49,12 @@ def test_only_a_few_numbers_are_exchanged() -> None:
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
         comm_counts() as counted,
     ):
-        shard_model(Decoder(), mesh=init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
+        model = shard_model(Decoder(), mesh=init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
     assert counted.all_gathers == 0
-    # the last: all have succeeded
-    assert [call.args[0].nbytes for call in reduce.call_args_list] == [24, 16, 16, 24]
+    # All have a plan; it is the same, and so are shapes and values; all have succeeded, twice.
+    values = 16 * len(list(model.parameters()))
+    sent = [call.args[0].nbytes for call in reduce.call_args_list]
+    assert sent == [8, 16, 16, values, 8, 8]
 
 
 def test_few_calls_for_each_parameter() -> None:
