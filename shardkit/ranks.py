@@ -273,9 +273,9 @@ def check_equal(
     values are exchanged only where hashes differ.
     """
     own = {}
-    for name, value in sorted(values.items()):
+    for name, value in values.items():
         own[name] = value if isinstance(value, str) else json.dumps(value, default=repr)
-    hashed = digest(own)
+    hashed = digest(sorted(own.items()))
     with real_tensors():  # the caller may be in a FakeTensorMode
         # The highest negative is the negative of the highest if all are equal.
         highest, negative = max_over_ranks([hashed, -hashed], groups)

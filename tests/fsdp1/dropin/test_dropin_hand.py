@@ -85,7 +85,7 @@ def test_weights_are_exchanged_for_float32_copies_and_back():
     assert ours == theirs
     assert ours[-1] != mixed_by_hand(FSDP, lr=0)[-1]
     with pytest.raises(
-        TranslationError, match=r"rank 1 differs from rank 0 in dtype of 1\.0\.bias"
+        TranslationError, match=r"rank 1 differs from rank 0 in dtype of 1\.0\.weight"
     ):
         mixed_by_hand(FSDP, to=torch.float64)
 
