@@ -156,7 +156,7 @@ def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple
 
 
 def _is_in_replica_of(tensor: DTensor, root: int) -> bool:
-    """Whether this rank is in the same replica as the root, without a list of all that are. Pure."""
+    """Whether this rank is in the root's replica, without a list of all that are. Pure."""
     mesh = tensor.device_mesh
     own, of_root = coordinates(mesh)[dist.get_rank()], coordinates(mesh)[root]
     for axis, place in enumerate(tensor.placements):
@@ -339,8 +339,10 @@ def gather(
     root = None if everywhere else ranks.root
     fetches = []
     for name, tensor in tensors:
-        is_cast = dtype is not None and tensor.is_floating_point()
-        fetches.append(_Fetch(tensor, name, (is_cast and dtype) or tensor.dtype))
+        wanted = tensor.dtype
+        if dtype is not None and tensor.is_floating_point():
+            wanted = dtype
+        fetches.append(_Fetch(tensor, name, wanted))
     for batch, bucket in buckets(fetches, group, bucket_bytes):
         fulls = []
         for fetch in bucket:

@@ -395,12 +395,13 @@ def _stored(leaf: Any, old: Any, matrix: _Matrix) -> Any:
             f"shape {tuple(param.shape)}. State of slices must have their shape, so that it is "
             "stored as one tensor. Pass slices=False."
         )
-    placements = tuple(param.placements) if isinstance(param, DTensor) else ()
+    placements: tuple[Any, ...] = ()
+    if isinstance(param, DTensor):
+        placements = param.placements
     if shape != param.shape:
         placements = tuple(Shard(0) if hasattr(place, "dim") else place for place in placements)
     if isinstance(old, Tensor):
-        old_placements = tuple(old.placements) if isinstance(old, DTensor) else ()
-        old_form = old.shape, old.stride(), old.dtype, old_placements
+        old_form = old.shape, old.stride(), old.dtype, getattr(old, "placements", ())
         if old_form == (shape, strides, leaf.dtype, placements):
             return old
     if not isinstance(param, DTensor):

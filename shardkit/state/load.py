@@ -311,8 +311,8 @@ def check_ties(
             differing.append(f"{name} differs from {first}")
     if differing:
         text = (
-            f"{request.where}: {'; '.join(differing)}. They are one tied tensor in the model, which "
-            "has one value. Untie them (config.tie_word_embeddings=False), leave one out, or pass "
+            f"{request.where}: {'; '.join(differing)}. They are one tied tensor in the model, with "
+            "one value. Untie them (config.tie_word_embeddings=False), leave one out, or pass "
             "strict=False to take the first."
         )
         if request.strict:

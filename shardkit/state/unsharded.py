@@ -156,10 +156,10 @@ def _replaced(
     slots = []
     places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     for module in model.modules():
-        for attribute, param in module._parameters.items():
-            if param is not None and param in full_of:
-                slots.append((module, attribute, param))
-                places.setdefault(param, (module, attribute))
+        for attribute, own in module._parameters.items():
+            if own is not None and own in full_of:
+                slots.append((module, attribute, own))
+                places.setdefault(own, (module, attribute))
     try:
         for module, attribute, param in slots:
             _register(module, attribute, full_of[param])
