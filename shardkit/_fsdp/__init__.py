@@ -1,10 +1,9 @@
-"""FSDP2's private state: flags that its API can set but not read, and the forward or backward under
-way.
+"""FSDP2's private state that ``shard_model`` and its hooks need: flags that its API can set but not
+read, parameters in their sharded and unsharded form, and the forward or backward under way.
 
 Private names of torch are used in ``_fsdp`` and ``_torch`` only. When something breaks with a new
-torch, look here first. The classes are ``FSDPState`` and ``FSDPParamGroup`` in torch (2.13 to
-2.15). This file and ``params`` are what ``shard_model`` needs; the others are imported by what uses
-them.
+torch, look here first. The classes are ``FSDPState``, ``FSDPParamGroup`` (here a unit) and
+``FSDPParam`` in torch (2.11 to 2.15). The other files are imported by what uses them.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ class FSDPUnit(Protocol):
     both run.
 
     ``FSDPModule`` has setters for these and no getters, so they are read and restored here. The
-    names are those of torch 2.13 to 2.15; if one is missing, :func:`fsdp_units` raises.
+    names are those of torch 2.11 to 2.15; if one is missing, :func:`fsdp_units` raises.
     """
 
     modules: tuple[nn.Module, ...]
     fsdp_params: list[Any]
     device: torch.device
-    is_sharded: bool  # neither gathered nor sharded over fewer ranks after forward
+    is_sharded: bool  # neither unsharded nor sharded over fewer ranks after forward
     is_unsharded: bool
     mesh_info: Any  # has shard_process_group, replicate_process_group, or both
-    post_forward_mesh_info: Any  # None: the parameters stay gathered from forward to backward
+    post_forward_mesh_info: Any  # None: the parameters stay unsharded from forward to backward
     reshard_after_backward: bool
     reduce_grads: bool
     all_reduce_grads: bool
@@ -61,79 +60,91 @@ class FSDPUnit(Protocol):
 
 def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
     """The units of every FSDP module of the model, each once, parents first. Local, pure."""
-    units = [unit for state in states_of(model.modules()) for unit in units_of(state)]
-    for name in FSDPUnit.__annotations__ if units else ():
-        # setting an attribute that torch has renamed would silently do nothing
-        if not hasattr(units[0], name):
-            raise missing_name(f"FSDPParamGroup.{name}")
+    units: list[FSDPUnit] = []
+    for state in states_of(model.modules()):
+        units += units_of(state)
+    if units:
+        for name in FSDPUnit.__annotations__:
+            # setting an attribute that torch has renamed would silently do nothing
+            if not hasattr(units[0], name):
+                raise missing_name(f"FSDPParamGroup.{name}")
     return units
 
 
 def states_of(modules: Iterable[object]) -> list[Any]:
-    sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    # fully_shard([a, b]): one for both
-    return list(dict.fromkeys(module._get_fsdp_state() for module in sharded))
+    """Return the state of each FSDP module; ``fully_shard([a, b])`` makes one for both."""
+    states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+    return list(dict.fromkeys(states))
+
+
+def fsdp_params(modules: Iterable[object]) -> list[Any]:
+    """Return the ``FSDPParam`` objects of FSDP modules, without those of modules inside them."""
+    params: list[Any] = []
+    for state in states_of(modules):
+        for unit in units_of(state):
+            params += unit.fsdp_params
+    return params
 
 
 def initialize(root: FSDPModule) -> None:
     """Make ``root`` the root of the FSDP modules below it, as its first forward would. Local.
 
-    torch has no public way before a forward (2.13 to 2.15).
+    torch has no public way before a forward (2.11 to 2.15).
     """
     root._get_fsdp_state()._lazy_init()
 
 
 def is_in_use(module: FSDPModule) -> bool:
-    """Whether FSDP2's hooks have gathered this module for a forward that has not ended, or in
+    """Whether FSDP2's hooks have unsharded this module for a forward that has not ended, or in
     backward. Local, pure.
     """
     return module._get_fsdp_state()._training_state.name != "IDLE"
 
 
-def gathered(fsdp_param: Any) -> Tensor | None:
-    """Return the gathered form of an ``FSDPParam``, which torch keeps from the first gather on.
-    Local, pure.
+def unsharded_param(fsdp_param: Any) -> Tensor | None:
+    """Return the unsharded form of an ``FSDPParam``, which torch keeps from the first all-gather
+    on, also while its memory is freed. Local, pure.
     """
     return getattr(fsdp_param, "_unsharded_param", None)
 
 
-def is_stepped(unit: FSDPUnit, held: Collection[int]) -> bool:
-    """Whether an optimizer holds one of the unit's parameters, or a gathered copy of one. Local,
-    pure.
+def holds_param_of(held: Collection[int], unit: FSDPUnit) -> bool:
+    """Whether an optimizer holds one of the unit's parameters, in either form. Local, pure.
 
     ``held`` are the ids of its parameters, since hashing a DTensor costs ten times as much.
     """
     for param in unit.fsdp_params:
-        if id(param.sharded_param) in held or id(gathered(param)) in held:
+        if id(param.sharded_param) in held or id(unsharded_param(param)) in held:
             return True
     return False
 
 
 @dataclass
 class StepState:
-    """What a step finds in units, as FQNs of parameters."""
+    """The parameters, as FQNs, and units that a step should know of."""
 
     waiting: list[str] = field(default_factory=list)  # with a gradient that is not reduced
-    # of which the optimizer holds the gathered copy
+    # held in the unsharded form, which the next all-gather overwrites
     copies: list[str] = field(default_factory=list)
     hooked: list[str] = field(default_factory=list)  # with hooks of ``register_hook``
-    written: list[str] = field(default_factory=list)  # that were written to while gathered
-    unused: dict[FSDPUnit, list[str]] = field(default_factory=dict)  # without a gradient, by unit
+    written: list[str] = field(default_factory=list)  # that were written to while unsharded
+    # without a gradient, by unit that has others
+    unused: dict[FSDPUnit, list[str]] = field(default_factory=dict)
     unsharded: list[FSDPUnit] = field(default_factory=list)  # they would keep the values of before
 
 
 def state_at_step(units: Iterable[FSDPUnit], held: Collection[int]) -> StepState:
     """Look at the parameters of an optimizer's units. Local, pure.
 
-    A gradient that waits is on the gathered parameter, or in ``reduce_dtype`` beside it (before
+    A gradient that waits is on the unsharded parameter, or in ``reduce_dtype`` beside it (before
     torch 2.15); on an HSDP mesh the reduce-scattered gradients of a unit wait for the all-reduce.
     """
     # One loop without calls, because it runs in every step.
-    found = StepState()
+    step = StepState()
     for unit in units:
         unused, written, has_gradient = [], [], False
         if not unit.is_sharded or unit._all_gather_result is not None:
-            found.unsharded.append(unit)
+            step.unsharded.append(unit)
         for param in unit.fsdp_params:
             sharded, state = param.sharded_param, vars(param)
             is_held = id(sharded) in held
@@ -143,21 +154,21 @@ def state_at_step(units: Iterable[FSDPUnit], held: Collection[int]) -> StepState
                 else:
                     has_gradient = True
                 if sharded._backward_hooks:
-                    found.hooked.append(param._param_fqn)
-            whole = state.get("_unsharded_param")
-            if whole is None:  # never gathered
+                    step.hooked.append(param._param_fqn)
+            unsharded = state.get("_unsharded_param")
+            if unsharded is None:  # before the first all-gather
                 continue
-            if whole._version:  # all-gathers preserve it
+            if unsharded._version:  # all-gathers preserve it
                 written.append(param._param_fqn)
-            if id(whole) in held:
-                found.copies.append(param._param_fqn)
-            waits = whole.grad is not None or unit._partial_reduce_output is not None
+            if id(unsharded) in held:
+                step.copies.append(param._param_fqn)
+            waits = unsharded.grad is not None or unit._partial_reduce_output is not None
             if is_held and (waits or state.get("unsharded_accumulated_grad") is not None):
-                found.waiting.append(param._param_fqn)
+                step.waiting.append(param._param_fqn)
         if has_gradient:
-            found.unused[unit] = unused
-            found.written += written
-    return found
+            step.unused[unit] = unused
+            step.written += written
+    return step
 
 
 # Whether the sharded and the unsharded form of an ``FSDPParam`` require grad.
@@ -189,29 +200,11 @@ def keep_requires_grad(units: Iterable[FSDPUnit]) -> None:
             vars(param)[_TRAINED] = trains
 
 
-def reshard_now(units: Iterable[FSDPUnit]) -> None:
+def reshard_units(units: Iterable[FSDPUnit]) -> None:
     """Reshard units, also those that an error in forward left in the middle of it. Local."""
     for unit in units:
         unit.wait_for_unshard()  # for one that was prefetched
         unit._to_sharded()
-
-
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the sharded parameters of the units of one module, none if it is not an FSDP module.
-    Local, pure.
-    """
-    return [
-        param.sharded_param
-        for s in states_of([module])
-        for unit in units_of(s)
-        for param in unit.fsdp_params
-    ]
-
-
-def is_under_way(model: nn.Module) -> bool:
-    """Whether a forward or backward of a unit of the model has begun and not ended. Local, pure."""
-    states = states_of(model.modules())
-    return any(each._training_state.name != "IDLE" for s in states for each in (s, *units_of(s)))
 
 
 # The hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``, which torch has no
@@ -238,11 +231,11 @@ def share_attributes(fsdp_param: Any) -> None:
     def make_first() -> None:
         make()
         del fsdp_param.init_unsharded_param  # the class's own from now on
-        whole, attributes = fsdp_param._unsharded_param, vars(fsdp_param.sharded_param)
-        if type(whole) in (nn.Parameter, DTensor):
-            whole.__dict__ = attributes  # one dict: a change of either is seen in both
+        unsharded, attributes = fsdp_param._unsharded_param, vars(fsdp_param.sharded_param)
+        if type(unsharded) in (nn.Parameter, DTensor):
+            unsharded.__dict__ = attributes  # one dict: a change of either is seen in both
         else:
-            vars(whole).update(attributes)  # a tensor subclass has its own parts there
+            vars(unsharded).update(attributes)  # a tensor subclass has its own parts there
 
     fsdp_param.init_unsharded_param = make_first
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 
-from shardkit._fsdp import FSDPUnit, gathered, not_compiled, states_of
+from shardkit._fsdp import FSDPUnit, fsdp_params, not_compiled, states_of, unsharded_param
 from shardkit._torch import units_of
 
 
@@ -122,16 +122,19 @@ def device_of(module: FSDPModule) -> torch.device:
 
 
 def trained_parameters(module: FSDPModule) -> list[Tensor]:
-    """Return what the trainable parameters of a unit are gathered into; gathered before, at least
-    once. Local, pure.
+    """Return what the trainable parameters of a unit are unsharded into; after its first forward.
+    Local, pure.
     """
-    params = (param for unit in units_of(module._get_fsdp_state()) for param in unit.fsdp_params)
+    params = fsdp_params([module])
     return [param.unsharded_param for param in params if param.sharded_param.requires_grad]
 
 
 def which_train(units: Iterable[FSDPUnit]) -> list[bool]:
     """Return whether each parameter of the units is trainable now. Local, pure."""
-    return [param.sharded_param.requires_grad for unit in units for param in unit.fsdp_params]
+    trains: list[bool] = []
+    for unit in units:
+        trains += [param.sharded_param.requires_grad for param in unit.fsdp_params]
+    return trains
 
 
 apply_to_tensors = _apply_to_tensors  # replaces tensors in the containers in which FSDP2 finds them
@@ -161,7 +164,7 @@ def _post_backward(unit: Any, beside_used: bool, *_: object) -> None:
     is_used = any(map(has_gradient, unit.fsdp_params)) or unit._partial_reduce_output is not None
     if unit.reduce_grads and (is_used or not beside_used):
         for param in unit.fsdp_params:
-            unsharded = gathered(param)
+            unsharded = unsharded_param(param)
             if unsharded is not None and unsharded.requires_grad and not has_gradient(param):
                 unsharded.grad = torch.zeros_like(unsharded)
     type(unit).post_backward(unit)  # that of the class now, which accumulate() changes

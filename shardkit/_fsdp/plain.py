@@ -10,7 +10,7 @@ local tensor. FSDP2 keeps working with its DTensor and never sees the plain one:
 - before a forward, ``follow`` gives the DTensor what the program did to the plain parameter.
 
 Where our own state functions or torch's need DTensors, ``as_dtensors`` registers them for a while.
-Private names of ``FSDPParam`` and ``FSDPParamGroup`` are those of torch 2.13.
+Private names of ``FSDPParam`` and ``FSDPParamGroup`` are those of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import (
+    fsdp_units,
     not_compiled,
     post_accumulate_hooks,
     set_post_accumulate_hooks,
     share_attributes,
     slot_of,
-    states_of,
     tensor_hooks,
 )
 from shardkit._fsdp.collectives import has_gradient
-from shardkit._fsdp.states import drop_unreduced_gradients
+from shardkit._fsdp.waiting import WaitingUnit
 from shardkit._torch import has_own_dispatch, plain_shards, units_of
 from shardkit._torch.dispatch import adds_gradient_of_its_own
 
@@ -56,8 +55,6 @@ class PlainShard(FSDPParam):
     is_shown: bool  # False: the modules have the DTensor, as fully_shard leaves them
     has_changed: bool  # in dtype or requires_grad, which the unit has to know before a forward
     version: int  # of the plain parameter at the last forward
-    # p.grad and its version at the end of a backward that left a gradient unreduced
-    waiting: tuple[Tensor, int] | None
     own_hooks: dict[int, Any]  # of the DTensor; the program's are the plain parameter's
 
     def attach(self, original: nn.Parameter) -> None:
@@ -71,7 +68,6 @@ class PlainShard(FSDPParam):
         self.is_shown = False  # until the whole model is sharded
         self.has_changed = False
         self.version = 0
-        self.waiting = None
         # Weak, because torch does not let Python's collector see a hook: the model would stay.
         self.own_hooks = {0: partial(_take_gradient, ref(self))}
 
@@ -193,7 +189,7 @@ class PlainShard(FSDPParam):
 
     @torch.no_grad()
     def copy_in(self, values: Tensor) -> None:
-        """Copy values to a new storage, padded as FSDP2 gathers it.
+        """Copy values to a new storage, padded as FSDP2 all-gathers it.
 
         The program may still use the old one.
         """
@@ -229,21 +225,19 @@ class PlainShard(FSDPParam):
         self.copy_in(self.plain.detach())
 
 
-def _take_gradient(param: ref[PlainShard], sharded: nn.Parameter) -> None:
-    found = param()
-    if found is not None:
-        found.take_gradient(sharded)
+def _take_gradient(weak: ref[PlainShard], sharded: nn.Parameter) -> None:
+    param = weak()
+    if param is not None:
+        param.take_gradient(sharded)
 
 
-class PlainUnit(FSDPParamGroup):
+class PlainUnit(WaitingUnit):
     """A unit of plain parameters, in which a gradient that is not reduced yet can be cleared.
 
-    FSDP1 kept such a gradient in ``p.grad``, where ``optimizer.zero_grad()`` drops it. FSDP2 keeps
-    it aside. Here ``p.grad`` is zeros meanwhile, to which the reduced gradient will be added, and a
-    backward begins by dropping what waits for the parameters whose ``p.grad`` is gone or was
-    zeroed. The zeros are negative: scaling them (clipping, ``unscale_``) keeps the sign,
-    ``zero_()`` does not. Where this rank has no part of a parameter there is no sign to see:
-    ``p.grad`` requires a gradient meanwhile, which ``zero_grad()`` ends.
+    FSDP1 kept such a gradient in ``p.grad``, where ``optimizer.zero_grad()`` drops it. Here
+    ``p.grad`` is negative zeros meanwhile, to which the reduced gradient will be added. Where this
+    rank has no part of a parameter there is no sign to see: ``p.grad`` requires a gradient
+    meanwhile, which ``zero_grad()`` ends.
     """
 
     fsdp_params: list[PlainShard]  # type: ignore[assignment]
@@ -255,13 +249,7 @@ class PlainUnit(FSDPParamGroup):
         return self.fsdp_params[0].is_shown
 
     @not_compiled
-    def pre_backward(self, *args: Any) -> None:
-        self.drop_cleared()
-        super().pre_backward(*args)
-
-    @not_compiled
     def post_backward(self, *unused: Any) -> None:
-        self.drop_cleared()  # where this backward did not reach the unit
         super().post_backward()
         # The reduction's stream writes p.grad, and FSDP2 waits for it when backward ends. The
         # gradient of a penalty that the program computed with p is added before, in this stream.
@@ -281,23 +269,18 @@ class PlainUnit(FSDPParamGroup):
                 grad = param.plain.grad
                 if not grad.numel():
                     grad.requires_grad_()
-                param.waiting = grad, grad._version
+                self.waiting.append((param, grad, grad._version))
                 waiting_gradients[grad] = param.fqn
 
-    def drop_cleared(self) -> None:
-        unit: Any = self
-        for param in self.fsdp_params:
-            if param.waiting is None:
-                continue
-            (grad, version), param.waiting = param.waiting, None
-            waiting_gradients.pop(grad)
-            if not grad.numel():
-                is_zeroed = not grad.requires_grad
-                grad.requires_grad_(False)
-            else:
-                is_zeroed = grad._version != version and not (grad.any() or grad.signbit().any())
-            if is_zeroed or param.plain.grad is not grad:
-                drop_unreduced_gradients(unit, [param])
+    def was_cleared(self, param: PlainShard, grad: Tensor, version: int) -> bool:
+        """Whether ``p.grad`` is gone or was zeroed."""
+        waiting_gradients.pop(grad)
+        if grad.numel():
+            is_zeroed = grad._version != version and not (grad.any() or grad.signbit().any())
+        else:
+            is_zeroed = not grad.requires_grad
+            grad.requires_grad_(False)
+        return bool(is_zeroed) or param.plain.grad is not grad
 
 
 # ---- for the drop-in
@@ -309,7 +292,7 @@ def to_plain(module: FSDPModule, originals: Mapping[tuple[int, str], nn.Paramete
     ``show_plain`` shows them. Local.
     """
     for unit in units_of(module._get_fsdp_state()):
-        unit.__class__ = PlainUnit
+        unit.__class__, unit.waiting = PlainUnit, []
         for param in unit.fsdp_params:
             param.__class__ = PlainShard
             param.attach(originals[slot_of(param)])
@@ -325,8 +308,7 @@ def show_plain(model: nn.Module) -> None:
 
 
 def plain_units(model: nn.Module) -> list[PlainUnit]:
-    units = [unit for state in states_of(model.modules()) for unit in units_of(state)]
-    return [unit for unit in units if isinstance(unit, PlainUnit)]
+    return [unit for unit in fsdp_units(model) if isinstance(unit, PlainUnit)]
 
 
 def layout_of(param: PlainShard) -> tuple[DeviceMesh, tuple[Placement, ...]]:
@@ -336,12 +318,12 @@ def layout_of(param: PlainShard) -> tuple[DeviceMesh, tuple[Placement, ...]]:
 
 def plain_of_unsharded(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     """Return the plain parameter for each unsharded one that modules register at present. Local."""
-    found = {}
+    plain = {}
     for unit in plain_units(model):
         if not unit.is_sharded:
             for param in unit.fsdp_params:
-                found[param._unsharded_param] = param.plain
-    return found
+                plain[param._unsharded_param] = param.plain
+    return plain
 
 
 @not_compiled
@@ -359,7 +341,7 @@ def follow(units: Iterable[PlainUnit]) -> None:
             param.version = param.plain._version
         if has_changed:
             unit._init_mp_dtypes()  # of the parameters that train
-        # After a forward without backward gather again: a write to p.data shows nowhere.
+        # After a forward without backward unshard again: a write to p.data shows nowhere.
         if unit.is_unsharded and (is_written or not unit.is_kept):
             unit.reshard()
         unit.is_kept = False

@@ -13,21 +13,21 @@ from shardkit._fsdp.states import drop_unreduced_gradients
 from shardkit._torch import local_tensor, with_local
 
 
-def let_optimizers_clear(unit: Any) -> None:
-    """Let a unit's gradients that wait be dropped by ``optimizer.zero_grad()`` from now on. Local."""
-    if type(unit) is FSDPParamGroup:  # the drop-in's have a class of their own
-        unit.__class__, vars(unit)["shown"] = ClearableUnit, []
-
-
-class ClearableUnit(FSDPParamGroup):
+class WaitingUnit(FSDPParamGroup):
     """A unit in which a gradient that is not reduced yet can be cleared.
 
-    FSDP2 keeps it aside, where no optimizer looks. Until the next backward ``.grad`` of the sharded
-    parameter is a placeholder: a DTensor with one local element, to take no memory. It is a
-    negative zero: scaling (clipping, ``unscale_``) keeps its sign, ``zero_()`` does not.
+    FSDP2 keeps it aside, where no optimizer looks. Meanwhile ``.grad`` of the parameter that an
+    optimizer holds is a placeholder: a negative zero. Scaling (clipping, ``unscale_``) keeps its
+    sign, ``zero_()`` does not. The next backward begins by dropping what waits for the parameters
+    whose ``.grad`` is gone or was zeroed.
     """
 
-    shown: list[tuple[Any, Any, bool]]  # a parameter, its .grad, whether that is a placeholder
+    # a parameter, its .grad at the end of a backward, and what ``was_cleared`` needs to know of it
+    waiting: list[tuple[Any, Any, Any]]
+
+    def was_cleared(self, param: Any, grad: Any, note: Any) -> bool:
+        """Whether ``.grad`` is gone or was zeroed; ends the placeholder."""
+        raise NotImplementedError
 
     @not_compiled
     def pre_backward(self, *args: Any) -> None:
@@ -38,6 +38,29 @@ class ClearableUnit(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         self.drop_cleared()  # where this backward did not reach the unit
         super().post_backward()
+
+    def drop_cleared(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        cleared = []
+        for param, grad, note in waiting:
+            if self.was_cleared(param, grad, note):
+                cleared.append(param)
+        if self._partial_reduce_output is not None and 0 < len(cleared) < len(waiting):
+            raise RuntimeError(
+                f"Only {len(cleared)} of {len(waiting)} gradients of a unit were cleared while "
+                "they wait for the all-reduce of HSDP, which has them in one tensor. Call "
+                "shardkit.zero_grad(model), which drops all of them."
+            )
+        unit: Any = self
+        drop_unreduced_gradients(unit, cleared)
+
+
+class ClearableUnit(WaitingUnit):
+    """A unit of ``fully_shard``, whose placeholders are DTensors with one local element."""
+
+    @not_compiled
+    def post_backward(self, *unused: Any) -> None:
+        super().post_backward()
         for param in self.fsdp_params:
             sharded: Any = param.sharded_param
             is_reduced = self._partial_reduce_output is not None and sharded.requires_grad
@@ -47,26 +70,21 @@ class ClearableUnit(FSDPParamGroup):
             if is_placeholder:
                 local = local_tensor(sharded).detach()
                 sharded.grad = with_local(sharded, local.new_full((1,) * local.ndim, -0.0))
-            self.shown.append((param, sharded.grad, is_placeholder))
+            self.waiting.append((param, sharded.grad, is_placeholder))
 
-    def drop_cleared(self) -> None:
-        cleared = []
-        for param, grad, is_placeholder in self.shown:
-            sharded = param.sharded_param
-            if sharded.grad is not grad:
-                cleared.append(param)
-            elif is_placeholder and not local_tensor(grad).signbit().all():
-                cleared.append(param)
-                sharded.grad = torch.zeros_like(sharded, requires_grad=False)
-            elif is_placeholder:
-                sharded.grad = None
-        if self._partial_reduce_output is not None and 0 < len(cleared) < len(self.shown):
-            raise RuntimeError(
-                f"Only {len(cleared)} of {len(self.shown)} gradients of a unit were cleared while "
-                "they wait for the all-reduce of HSDP, which has them in one tensor. Call "
-                "shardkit.zero_grad(model), which drops all of them."
-            )
-        self.shown.clear()
-        if cleared:
-            unit: Any = self
-            drop_unreduced_gradients(unit, cleared)
+    def was_cleared(self, param: Any, grad: Any, is_placeholder: bool) -> bool:
+        """Whether ``.grad`` is gone or was zeroed; ends the placeholder."""
+        sharded = param.sharded_param
+        if sharded.grad is not grad:
+            return True
+        if not is_placeholder:
+            return False
+        is_zeroed = not local_tensor(grad).signbit().all()
+        sharded.grad = torch.zeros_like(sharded, requires_grad=False) if is_zeroed else None
+        return is_zeroed
+
+
+def let_optimizers_clear(unit: Any) -> None:
+    """Let ``optimizer.zero_grad()`` drop a unit's waiting gradients from now on. Local."""
+    if type(unit) is FSDPParamGroup:  # the drop-in's units can do it already
+        unit.__class__, unit.waiting = ClearableUnit, []

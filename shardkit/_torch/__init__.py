@@ -186,20 +186,3 @@ def with_local(like: DTensor, local: Tensor) -> DTensor:
 # checkpoint: whether a tensor has ``__tensor_flatten__`` and ``__tensor_unflatten__``, as DTensors
 # do too.
 is_wrapper: Callable[[Tensor], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
-
-
-def _fsdp_params(module: FSDPModule) -> list[Any]:
-    return [param for unit in units_of(module._get_fsdp_state()) for param in unit.fsdp_params]
-
-
-def offloaded_parameters(module: FSDPModule) -> list[nn.Parameter]:
-    """Return the sharded parameters of this FSDP module that are offloaded to the CPU."""
-    return [param.sharded_param for param in _fsdp_params(module) if param.offload_to_cpu]
-
-
-def reread_sharded_parameters(module: FSDPModule) -> None:
-    """Make FSDP2 use the replaced local shards of this module, as its ``_apply`` does, which drops
-    their attributes.
-    """
-    for param in _fsdp_params(module):
-        param.reset_sharded_param()

@@ -12,16 +12,15 @@ from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.collectives import reduce_unused
 from shardkit._fsdp.states import (
     drop_unreduced_gradients,
-    fsdp_roots,
-    gathered_until_backward,
-    modules_of_other_roots,
     reset_iteration,
-    units_gathered_until_backward,
+    roots_of,
+    units_unsharded_until_backward,
+    unsharded_until_backward,
 )
 from shardkit._fsdp.waiting import let_optimizers_clear
 from shardkit._torch import named_sharded_parameters, sharded_parameters
 from shardkit._torch.steps import steps_in_backward
-from shardkit.errors import ShardkitError, listing
+from shardkit.errors import ShardkitError
 from shardkit.ranks import check_module, note
 from shardkit.runtime.hooks import reshard
 from shardkit.runtime.stepping import watch_gradients
@@ -103,9 +102,11 @@ def accumulate(
                 # One flat tensor waits for the all-reduce; each micro-batch must have its layout.
                 reduce_unused(unit.modules, beside_used=True)
         if keep_unsharded:
-            stack.enter_context(gathered_until_backward(model, frozen=keep_unsharded == "frozen"))
+            stack.enter_context(
+                unsharded_until_backward(model, only_frozen=keep_unsharded == "frozen")
+            )
         if not last:
-            for unit in units if keep_unsharded is False else units_gathered_until_backward(model):
+            for unit in units if keep_unsharded is False else units_unsharded_until_backward(model):
                 unit.reshard_after_backward = keep_unsharded is False
         try:
             yield
@@ -142,10 +143,8 @@ def reset_after_error(model: nn.Module) -> None:
     updated in backward, flags set by hand.
 
     Args:
-        model: all FSDP roots that took part must be in it; a plain model only loses its gradients.
-
-    Raises:
-        ShardkitError: ``model`` is a part of a root, whose other parts would not be reset.
+        model: all FSDP roots that took part must be in it, or around it; a plain model only loses
+            its gradients.
 
     Examples:
         >>> failed = False
@@ -156,13 +155,7 @@ def reset_after_error(model: nn.Module) -> None:
         >>> if failed:
         ...     reset_after_error(model)
     """
-    if parts := modules_of_other_roots(model):
-        names = {module: name or "(root)" for name, module in model.named_modules()}
-        raise ShardkitError(
-            "model holds modules of an FSDP root outside of it: "
-            f"{listing(names[module] for module in parts)}. Pass the root, the module whose "
-            "forward you call."
-        )
-    for root in fsdp_roots(model):
+    for root in roots_of(model):
         reset_iteration(root)
+        zero_grad(root)
     zero_grad(model)

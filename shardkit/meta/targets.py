@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
-from shardkit._torch import local_tensor, offloaded_parameters, reread_sharded_parameters
+from shardkit._fsdp import (
+    fsdp_params,
+    post_accumulate_hooks,
+    set_post_accumulate_hooks,
+    tensor_hooks,
+)
+from shardkit._torch import local_tensor
 from shardkit.errors import ShardkitError
 from shardkit.meta.record import is_plain_meta, records
 from shardkit.meta.replay import Final, Player
@@ -243,10 +248,8 @@ def target_device(model: nn.Module) -> Callable[[Tensor], torch.device]:
     """Return a function that says where each tensor belongs: on its (or the first) mesh, or on the
     CPU if offloaded.
     """
-    offloaded: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            offloaded.update(id(param) for param in offloaded_parameters(module))
+    params = fsdp_params(model.modules())
+    offloaded = {id(param.sharded_param) for param in params if param.offload_to_cpu}
     device_of_plain = torch.device("cpu")
     for param in model.parameters():
         if isinstance(param, DTensor):
@@ -314,6 +317,5 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
                 put(value)
         if hooks:
             set_post_accumulate_hooks(tensor, hooks)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            reread_sharded_parameters(module)
+    for param in fsdp_params(model.modules()):
+        param.reset_sharded_param()  # take up the new local shard

@@ -200,14 +200,14 @@ def double_backward(model: nn.Module) -> Iterator[None]:
         ...     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         ...     (model(x).mean() + grad.square().sum()).backward()
     """
-    from shardkit._fsdp.states import gathered_until_backward  # not in every program
+    from shardkit._fsdp.states import unsharded_until_backward  # not in every program
 
     before = [(unit, unit.reshard_after_backward) for unit in fsdp_units(model)]
     for unit, _ in before:
         unit.reshard_after_backward = False
     double_backwards.append(model)
     try:
-        with gathered_until_backward(model):
+        with unsharded_until_backward(model):
             yield
     finally:
         double_backwards.remove(model)

@@ -28,9 +28,9 @@ from shardkit._fsdp import (
     FSDPUnit,
     StepState,
     fsdp_units,
-    is_stepped,
+    holds_param_of,
     keep_requires_grad,
-    reshard_now,
+    reshard_units,
     state_at_step,
 )
 from shardkit._torch import named_sharded_parameters, plain_attributes
@@ -99,7 +99,7 @@ def _install_step_hook() -> None:
 def watched_units(params: Iterable[Tensor]) -> list[FSDPUnit]:
     """Return the units, of any model that is watched, that own some of the parameters. Local."""
     ids = set(map(id, params))
-    return [unit for unit in _units if is_stepped(unit, ids)]
+    return [unit for unit in _units if holds_param_of(ids, unit)]
 
 
 def check_awake(params: Iterable[Tensor], holder: object = None) -> None:
@@ -171,7 +171,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     if found.unsharded:
         keep_requires_grad(found.unsharded)
-        reshard_now(found.unsharded)
+        reshard_units(found.unsharded)
 
 
 def _warn_of_lost(name: str, found: StepState) -> None:
@@ -207,7 +207,7 @@ def _first_look(optimizer: Optimizer, held: set[int]) -> _Stepped:
         if low:
             logger.warning(low)
     _warn_of_added(name, held)
-    units = WeakSet(unit for unit in _units if is_stepped(unit, held))
+    units = WeakSet(unit for unit in _units if holds_param_of(held, unit))
     _stepped[optimizer] = stepped = _Stepped(held, units)
     return stepped
 

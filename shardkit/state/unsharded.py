@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit import _fsdp
-from shardkit._fsdp.states import without_hooks
+from shardkit._fsdp import fsdp_params
+from shardkit._fsdp.states import is_under_way, without_hooks
 from shardkit.boxes import EACH_ALONE, Move, gather, model_group, refuse_quantized, scatter
 from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import check_equal, groups_of, raise_on_all_ranks
@@ -103,15 +103,15 @@ def full_params(
 
 def _params_to_replace(model: nn.Module, recurse: bool) -> dict[nn.Parameter, str]:
     """Return the names of the sharded parameters; raise if they cannot be replaced. Local."""
-    if _fsdp.is_under_way(model):
+    if is_under_way(model):
         raise ShardkitError(
             "full_params was called in a forward or backward. Parameters cannot be replaced while "
             "in use. Call it before the forward or after backward."
         )
-    own = None if recurse else set(_fsdp.own_parameters(model))
+    own = {param.sharded_param for param in fsdp_params([model])}
     names: dict[nn.Parameter, str] = {}
     for param, name in parameter_names(model).items():
-        if isinstance(param, DTensor) and (own is None or param in own):
+        if isinstance(param, DTensor) and (recurse or param in own):
             names[param] = name
     check_awake(names)
     named = [(name, param) for param, name in names.items()]
