@@ -72,13 +72,14 @@ class _GradEdge(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
-        """Return an alias that autograd takes for no view: FSDP2 warns of outputs
-        that are views.
+        """Return an alias that autograd takes for no view: FSDP2 warns of outputs that are
+        views.
         """
-        ctx.others = [
-            each.new_empty(()).expand(each.shape) if type(each) is Tensor else each
-            for each in others
-        ]
+        ctx.others = []
+        for other in others:
+            # of an activation only the shape is kept
+            is_plain = type(other) is Tensor
+            ctx.others.append(other.new_empty(()).expand(other.shape) if is_plain else other)
         ctx.save_for_backward(value.new_empty(()))
         return value.detach()
 
@@ -90,8 +91,10 @@ class _GradEdge(torch.autograd.Function):
 
 def add_grad_edge(value: Tensor, *others: Tensor) -> Tensor:
     """Return ``value``, from which backward also reaches ``others``, with zeros. Local."""
-    tracked = [each for each in others if each.requires_grad] if torch.is_grad_enabled() else []
-    return _GradEdge.apply(value, *tracked) if tracked else value  # type: ignore[no-untyped-call]
+    tracked = [other for other in others if other.requires_grad]
+    if not (tracked and torch.is_grad_enabled()):
+        return value
+    return _GradEdge.apply(value, *tracked)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def modules_of(module: FSDPModule) -> tuple[nn.Module, ...]:

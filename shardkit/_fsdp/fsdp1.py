@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-
-from shardkit._fsdp import fsdp_units
 
 # What torch.distributed.checkpoint.state_dict asks for each of FSDP1's modules: None where it is
 # none (torch 2.13).
@@ -65,30 +62,6 @@ def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
     The field is documented, and its name starts with an underscore (torch 2.11 to 2.13).
     """
     return tuple(mixed_precision._module_classes_to_ignore) if mixed_precision else ()
-
-
-@contextmanager
-def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
-    """In this context gradients that are not reduced accumulate in ``param_dtype``, as in FSDP1.
-    Local.
-
-    FSDP2 converts the sum to ``reduce_dtype`` after each such backward. The roots must be
-    initialized.
-    """
-    params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
-    before = [(param, param.reduce_dtype) for param in params]
-    for param in params:
-        # Read by that conversion only; the reduction asks the unit (torch 2.11 to 2.15).
-        param.reduce_dtype = param.param_dtype or param.orig_dtype
-        if hasattr(param, "unsharded_grad_dtype") and hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad_dtype = (
-                None  # torch 2.15 set the reduce dtype, which autograd accumulates in
-            )
-    try:
-        yield
-    finally:
-        for param, reduce_dtype in before:
-            param.reduce_dtype = reduce_dtype
 
 
 def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:

@@ -56,6 +56,12 @@ class PlainShard(FSDPParam):
     has_changed: bool  # in dtype or requires_grad, which the unit has to know before a forward
     version: int  # of the plain parameter at the last forward
     own_hooks: dict[int, Any]  # of the DTensor; the program's are the plain parameter's
+    # Gradients that are not reduced accumulate in ``param_dtype``, as in FSDP1. FSDP2 would convert
+    # them to ``reduce_dtype``: since torch 2.15 by this property, before in the method.
+    unsharded_grad_dtype = None  # type: ignore[assignment]
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """Called by FSDP2 after a backward that does not reduce."""
 
     def attach(self, original: nn.Parameter) -> None:
         """Let the parameter that was sharded become the plain one; an optimizer may hold it."""
@@ -88,10 +94,10 @@ class PlainShard(FSDPParam):
         # One dict of attributes for all forms of a parameter.
         vars(self.plain).update(vars(sharded))
         sharded.__dict__ = self.plain.__dict__
-        # Hooks are set, not registered, which torch refuses for frozen parameters.
+        # Set, not registered, which torch refuses for frozen parameters.
         hooks = post_accumulate_hooks(sharded)
         if hooks is not self.own_hooks:
-            if hooks:  # the program's, from before the model was sharded
+            if hooks:  # the program's, of a parameter that was on meta
                 set_post_accumulate_hooks(self.plain, hooks)
             set_post_accumulate_hooks(sharded, self.own_hooks)
         self.plain.data = self.flat(sharded._local_tensor)

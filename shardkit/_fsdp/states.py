@@ -40,7 +40,7 @@ def units_unsharded_until_backward(model: nn.Module) -> list[FSDPUnit]:
 
 
 @contextmanager
-def unsharded_until_backward(model: nn.Module, only_frozen: bool = False) -> Iterator[None]:
+def unsharded_until_backward(model: nn.Module, *, only_frozen: bool = False) -> Iterator[None]:
     """In this context no unit, or none without trained parameters, reshards after forward.
 
     ``set_reshard_after_forward`` could not restore an int.
@@ -73,18 +73,6 @@ def roots_of(model: nn.Module) -> list[Any]:
             if other._is_root and other._modules[0] not in roots:
                 roots.append(other._modules[0])
     return roots
-
-
-def reset_iteration(root: Any) -> None:
-    """Abandon the forward or backward under way below a root: wait for its collectives, and
-    reshard. Local.
-    """
-    if hasattr(root, "reset_iter_state"):  # since torch 2.13
-        root.reset_iter_state()
-    else:
-        from shardkit._fsdp.before_2_13 import reset_iter_state
-
-        reset_iter_state(root)
 
 
 def drop_unreduced_gradients(unit: FSDPUnit, params: Iterable[Any] | None = None) -> None:

@@ -133,29 +133,17 @@ amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class UnscalingGradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` whose subclasses implement :meth:`unscale_grads`.
+    """``torch.amp.GradScaler`` whose subclasses have a method ``unscale_grads``.
 
-    ``unscale_`` and ``step`` call ``_unscale_grads_`` (torch 2.13 to 2.15); torch has no public way
+    ``unscale_`` and ``step`` call ``_unscale_grads_`` (torch 2.11 to 2.15); torch has no public way
     to replace it.
     """
 
+    # multiplies all gradients by the second argument; returns 1.0 if any rank has a non-finite one,
+    # else 0.0
+    unscale_grads: Any
+
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool = True,
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
         return {found_inf.device: self.unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)}
-
-    def unscale_grads(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-    ) -> Tensor:
-        """Multiply all gradients by ``inv_scale``; return 1.0 if any rank has a non-finite one,
-        else 0.0.
-        """
-        raise NotImplementedError

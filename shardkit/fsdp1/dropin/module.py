@@ -21,7 +21,6 @@ from typing_extensions import Self
 
 from shardkit import _fsdp
 from shardkit._fsdp.fsdp1 import (
-    accumulating_in_param_dtype,
     asked_by_checkpoint,
     optimizers_in_backward,
 )
@@ -213,8 +212,7 @@ class FullyShardedDataParallel(nn.Module):
             unit.reduce_grads = False
             unit.reshard_after_backward = reshards
         try:
-            with accumulating_in_param_dtype(self):
-                yield
+            yield
         finally:
             for unit in units:
                 unit.reduce_grads = True
