@@ -24,7 +24,6 @@ from shardkit.grads import clip_grad_norm_ as clip_grad_norm_, GradScaler as Gra
 from shardkit.grads import scale_loss as scale_loss, scale_grads_ as scale_grads_
 from shardkit.grads import global_token_count as global_token_count, set_gradient_reduction as set_gradient_reduction
 from shardkit.runtime.hooks import double_backward as double_backward
-from shardkit.runtime.skippable import take_part as take_part
 
 # ## Optimizers
 from shardkit.optim import step_on_local_shards as step_on_local_shards

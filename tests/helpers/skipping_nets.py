@@ -8,29 +8,23 @@ import torch
 from small_models import Block
 from torch import Tensor, nn
 
-from shardkit import take_part
-
 EXPERTS = 3
 
 
 class Tower(nn.Module):
-    """Registered in another order than it runs in, and the last block's output is not used, unless
-    ``straight``.
-    """
+    """Registered in another order than it runs in, and the last block's output is not used."""
 
-    def __init__(self, width: int, straight: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        blocks = nn.ModuleList(Block(width) for _ in range(3))
-        parts = {"patch": nn.Linear(6, width), "blocks": blocks, "merge": nn.Linear(width, width)}
-        for name in parts if straight else reversed(parts):
-            self.add_module(name, parts[name])
-        self.straight = straight
+        self.merge = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.patch = nn.Linear(6, width)
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.patch(image)
-        for block in self.blocks if self.straight else reversed(self.blocks):
+        for block in reversed(self.blocks):
             x, before = block(x), x
-        return self.merge(x if self.straight else before).tanh()
+        return self.merge(before).tanh()
 
 
 class Experts(nn.Module):
@@ -52,28 +46,25 @@ class Experts(nn.Module):
 class Net(nn.Module):
     """Tower first by name and second by call, as in transformers."""
 
-    def __init__(self, straight: bool, width: int = 8) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.visual = Tower(width, straight)
+        self.visual = Tower(width)
         self.embed = nn.Embedding(20, width)
         self.layers = nn.ModuleList([Block(width), Experts(width, EXPERTS), Block(width)])
         self.project = nn.Linear(width, width)
         self.head = nn.Linear(width, 20)
-        self.by_hand = False
 
     def forward(self, ids: Tensor, image: Tensor | None, chosen: list[int]) -> Tensor:
         x = self.embed(ids)
         if image is not None:
             x = torch.cat([self.project(self.visual(image)), x], 1)
-        elif self.by_hand:
-            x = x + take_part(self.project, take_part(self.visual, x.detach()))
         x = self.layers[1](self.layers[0](x), chosen)
         return self.head(self.layers[2](x)).tanh()
 
 
-def net(straight: bool = False) -> Net:
+def net() -> Net:
     torch.manual_seed(0)
-    return Net(straight).double()
+    return Net().double()
 
 
 Batch = tuple[Tensor, Tensor | None, list[int]]

@@ -1,11 +1,10 @@
-"""Ranks that skip a unit take part in its collectives, by ``may_skip`` or by hand, with one plain
-model's gradients.
+"""Ranks that skip a unit with ``may_skip`` take part in its collectives, with one plain model's
+gradients.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from typing import Any
 
@@ -13,10 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from skipping_nets import batch, net
-from small_models import Decoder
 from split_training import difference, pictures, vision_language
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import (
@@ -31,10 +28,9 @@ from shardkit import (
     group,
     plan_model,
     shard_model,
-    take_part,
 )
 from shardkit.apply.mesh import build_mesh
-from shardkit.testing import CommCounts, comm_counts, distributed, fake_world
+from shardkit.testing import CommCounts, comm_counts, distributed
 
 TWO = MeshSpec.sharded(2)
 BOUND = 1e-14  # fp64: sums over ranks in another order
@@ -239,61 +235,23 @@ def test_checkpoints_around_calls_of_units():
         )
 
 
-# By hand.
-
-
-@pytest.mark.parametrize("frozen", [(), ("patch", "blocks"), ("patch", "blocks", "merge")])
 @distributed(world_size=2)
-def test_a_rank_takes_part_in_a_tower_that_it_skips(frozen):
-    plain = net(straight=True)
-    for name in frozen:
-        plain.visual.get_submodule(name).requires_grad_(False)
-    model = copy.deepcopy(plain)
-    shard_model(model, units=["layers.*", "visual.blocks.*", "visual", "embed"])
-    model.by_hand, found = True, []
-    for images in itertools.product([False, True], repeat=2):
-        given = [batch(7, rank, images[rank], chosen=[0, 1]) for rank in range(2)]
-        found.append(assert_same_step(model, plain, given))
-    assert all(counts == found[0] for counts in found)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@distributed(world_size=2)
-def test_ranks_evaluate_different_numbers_of_batches(frozen):
-    torch.manual_seed(0)
-    model = shard_model(Decoder().requires_grad_(not frozen))
-    ids = torch.arange(5).view(1, 5)
-    for _ in range(2):
-        with torch.set_grad_enabled(frozen):
-            model(ids)
-            if dist.get_rank() == 0:
-                expected = model(ids)
-            else:
-                take_part(model, torch.zeros(2))
-        assert all(isinstance(param, DTensor) for param in model.parameters()), "left unsharded"
-        model.requires_grad_(True)
-        out = model(ids)
-        assert dist.get_rank() == 1 or torch.equal(out, expected)
-        out.sum().backward()
-        model.requires_grad_(not frozen)
-
-
-@distributed(world_size=2)
-def test_take_part_leaves_a_unit_that_may_be_skipped_to_shardkit():
+def test_forwards_before_one_backward_are_recomputed():
     plain = net()
-    model = shard_model(copy.deepcopy(plain), units=units(False))
-    model.by_hand = True
-    assert_same_step(model, plain, [batch(0, rank, rank == 0) for rank in range(2)])
-    assert take_part(model.visual, torch.ones(3)).item() == 0
+    model = shard_model(copy.deepcopy(plain), units=units(recompute=True))
 
+    def both(model, given):
+        return mean_square(model, given[0]) + mean_square(model, given[1])
 
-def test_a_bad_stand_in_and_a_unit_that_reaches_outside_are_errors():
-    with pytest.raises(ShardkitError, match=r"like of take_part is torch.int64"):
-        take_part(nn.Linear(2, 2), torch.ones(2, dtype=torch.long))
-    with fake_world(2):
-        model = shard_model(net(straight=True), units=[group("visual.merge", "head")])
-        with pytest.raises(ShardkitError, match=r"shares a unit with 1 modules outside"):
-            take_part(model.visual, torch.ones(1))
+    # Each forward calls experts that no rank has called before.
+    for experts in [(0, 0), (1, 0)], [(1, 1), (0, 0)], [(0, 2), (1, 0)], [(2, 2), (1, 1)]:
+        by_rank = []
+        for rank in range(2):
+            first, second = (
+                batch(9 + rank, rank, False, chosen=[each] * 2) for each in experts[rank]
+            )
+            by_rank.append((first, second))
+        assert_same_step(model, plain, by_rank, loss=both)
 
 
 # The plan.
