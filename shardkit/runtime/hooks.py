@@ -2,8 +2,8 @@
 
 A unit called before the whole model would become the root. A first forward under ``inference_mode``
 would leave parameters that cannot be trained. An evaluation, or a frozen teacher, leaves units
-gathered: an optimizer built then would hold copies, and an average would meet them. A backward with
-``create_graph=True`` ends in SIGSEGV.
+unsharded: an optimizer built then would hold copies, and an average would meet them. A backward
+with ``create_graph=True`` ends in SIGSEGV.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import (
     both_require_grad,
@@ -44,8 +43,8 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
 
     Args:
         root: the outermost FSDP module.
-        methods: gather like ``forward`` from now on: dotted names from ``root``, of methods of FSDP
-            modules.
+        methods: unshard like ``forward`` from now on: dotted names from ``root``, of methods of
+            FSDP modules.
     """
     begin = _begin_as_root(root)
     # for each method that has not ended, whether a forward without backward ended inside
@@ -71,8 +70,8 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
             if not tensors or tensors[0].requires_grad:
                 return  # a backward follows
             # Of a frozen model, such as a teacher, none follows.
-            for each in chain(tensors, _tensors((args, kwargs)), root.parameters()):
-                if each.requires_grad:
+            for tensor in chain(tensors, _tensors((args, kwargs)), root.parameters()):
+                if tensor.requires_grad:
                     return
         if running:
             running[-1] = True
@@ -105,12 +104,8 @@ def _begin_as_root(root: nn.Module) -> _Hook:
     def begin(*_: object) -> None:
         if not handles:
             return
-        meta = [
-            fqn
-            for fqn, param in root.named_parameters()
-            if isinstance(param, DTensor) and param.is_meta
-        ]
-        if meta:
+        meta = [fqn for fqn, param in root.named_parameters() if param.is_meta]
+        if meta:  # torch's own error would leave the root half made
             raise ShardkitError(
                 f"model has {listing(meta, 6)} on meta. A forward needs values. Call "
                 "shardkit.materialize(model), or load_pretrained, before the first forward."
@@ -118,15 +113,16 @@ def _begin_as_root(root: nn.Module) -> _Hook:
         check_awake(root.parameters())
         while handles:
             handles.pop().remove()
-        inference = torch.is_inference_mode_enabled()
+        is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():
             initialize(root)  # type: ignore[arg-type]
-            # FSDP2 keeps what it first gathers into, and inference tensors could not be trained
-            # with.
-            for module in root.modules() if inference else ():
-                if isinstance(module, FSDPModule):
-                    module.unshard()
-                    module.reshard()
+            if is_inference:
+                # FSDP2 keeps what it first unshards into, and inference tensors could not be
+                # trained with.
+                for module in root.modules():
+                    if isinstance(module, FSDPModule):
+                        module.unshard()
+                        module.reshard()
 
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -135,14 +131,14 @@ def _begin_as_root(root: nn.Module) -> _Hook:
 
 
 def _register(root: nn.Module, name: str, begin: _Hook, after: _Hook, running: list[bool]) -> None:
-    """Let a method gather, except inside of its module's own forward, and reshard after it without
+    """Let a method unshard, except inside of its module's own forward, and reshard after it without
     backward.
     """
     fqn, _, method = name.rpartition(".")
     module = root.get_submodule(fqn)
     original = getattr(module, method)
     register_fsdp_forward_method(module, method)
-    gathering = getattr(module, method)
+    unsharding = getattr(module, method)
 
     @functools.wraps(original.__func__ if isinstance(original, MethodType) else original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +147,7 @@ def _register(root: nn.Module, name: str, begin: _Hook, after: _Hook, running: l
         begin()
         running.append(not torch.is_grad_enabled())
         try:
-            output = gathering(*args, **kwargs)
+            output = unsharding(*args, **kwargs)
             after(self, args, kwargs, output)
             return output
         finally:
@@ -168,8 +164,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (dict, list, tuple)):
-        for each in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(each)
+        for item in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(item)
 
 
 def _refuse_create_graph(gradient: Tensor) -> None:
@@ -177,7 +173,7 @@ def _refuse_create_graph(gradient: Tensor) -> None:
     if torch.is_grad_enabled() and not double_backwards:
         raise ShardkitError(
             "backward cannot run with create_graph=True on a sharded model. FSDP2 frees the "
-            "gathered parameters that the graph of this backward needs. Run the forward and both "
+            "unsharded parameters that the graph of this backward needs. Run the forward and both "
             "backwards inside `with shardkit.double_backward(model):`."
         )
 
@@ -187,7 +183,7 @@ def double_backward(model: nn.Module) -> Iterator[None]:
     """In this context ``torch.autograd.grad(..., create_graph=True)`` works on a sharded model, as
     for a penalty.
 
-    Units stay gathered from their forward to the end of the context, which needs the memory of all
+    Units stay unsharded from their forward to the end of the context, which needs the memory of all
     parameters. Put the forwards and both backwards inside. Local: it sets flags of the FSDP
     modules, and restores them; all ranks must enter it. ``backward(create_graph=True)``, which
     gives parameters gradients with a graph, is not supported.

@@ -24,7 +24,7 @@ from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 from shardkit._torch import named_sharded_parameters
 from shardkit._torch.dispatch import version_of
 from shardkit.errors import listing
-from shardkit.runtime.stepping import replicated_waiting
+from shardkit.runtime.stepping import reductions
 from shardkit.shards import device_of
 
 
@@ -50,10 +50,10 @@ def replicate(model: nn.Module, fqns: Iterable[str], mesh: DeviceMesh) -> None:
             module = module.get_submodule(child)
             unit = unit_of.get(module, unit)  # the innermost around it
         # Any of the model's units where none of those around it has parameters.
-        each = _Replicated(module, name, unit or units[0])
-        if not each.param.is_meta:
-            each.param.data = each.param.data.to(device_of(mesh))
-        replicated.append(each)
+        one = _Replicated(module, name, unit or units[0])
+        if not one.param.is_meta:
+            one.param.data = one.param.data.to(device_of(mesh))
+        replicated.append(one)
     # However forward was entered, torch ends a backward with this call for every unit below the
     # root that it reached first, once all gradients are computed; not while
     # ``set_is_last_backward(False)`` holds (torch 2.11 to 2.13).
@@ -67,34 +67,31 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     forward = module.forward
 
     @functools.wraps(forward)
-    def cast(*args: Any, **kwargs: Any) -> Any:
-        owners: Any = [(each._parameters, dict(each._parameters)) for each in module.modules()]
+    def with_cast_params(*args: Any, **kwargs: Any) -> Any:
+        before: list[tuple[Any, dict[str, Any]]] = []
         try:
-            for params, own in owners:
-                params.update(
-                    {
-                        n: p.to(dtype)
-                        for n, p in own.items()
-                        if p is not None and p.is_floating_point()
-                    }
-                )
+            for inner in module.modules():
+                before.append((inner._parameters, dict(inner._parameters)))
+                for name, param in inner._parameters.items():
+                    if param is not None and param.is_floating_point():
+                        inner._parameters[name] = param.to(dtype)  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:
-            for params, own in owners:
-                params.update(own)
+            for registry, params in before:
+                registry.update(params)
 
-    module.forward = cast
+    module.forward = with_cast_params
 
 
 def replicated_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of the model that :func:`replicate` keeps. Local, pure."""
-    found: set[nn.Parameter] = set()
+    params: set[nn.Parameter] = set()
     for unit in fsdp_units(model):
         call = unit.finalize_backward
         while isinstance(call, _Reduction):
-            found.update(each.param for each in call.replicated)
+            params.update(call.params())
             call = call.before
-    return found
+    return params
 
 
 def unreduced_problem(model: nn.Module) -> str | None:
@@ -107,18 +104,18 @@ def unreduced_problem(model: nn.Module) -> str | None:
     groups = functools.cache(_groups)  # most parameters have one mesh
     reduced = {ranks for mesh in meshes for ranks in groups(mesh)}
     replicated = replicated_parameters(model)
-    found = []
+    unreduced = []
     for fqn, param in named_sharded_parameters(model):
         if not param.requires_grad or param in replicated:
             continue
         if not isinstance(param, DTensor) or reduced.isdisjoint(groups(param.device_mesh)):
-            found.append(fqn)
-    if not found:
+            unreduced.append(fqn)
+    if not unreduced:
         return None
     return (
-        f"{listing(found, 6)} trains outside of all units, so its gradient is not reduced across "
-        "ranks. ignored_params are left to the program: each rank updates its own copy, and the "
-        "copies drift apart. All-reduce their gradients before optimizer.step(), or leave them "
+        f"{listing(unreduced, 6)} trains outside of all units, so its gradient is not reduced "
+        "across ranks. ignored_params are left to the program: each rank updates its own copy, and "
+        "the copies drift apart. All-reduce their gradients before optimizer.step(), or leave them "
         "out of ignored_params."
     )
 
@@ -143,18 +140,13 @@ class _Replicated:
     unit: FSDPUnit  # its settings apply
     is_own: bool = True  # .grad, if there is one, is this rank's own, to be reduced
     reduced: Tensor | None = None  # set aside
-    accumulator: Any = (
-        None  # autograd's node that adds to .grad, with our hook; it dies if not held
-    )
+    # autograd's node that adds to .grad, with our hooks; it dies if not held
+    accumulator: Any = None
     version: int = 0  # of .grad, when a backward last added to it
 
     @property
     def param(self) -> nn.Parameter:
         return self.module._parameters[self.name]  # type: ignore[return-value]
-
-    def reduces(self) -> bool:
-        """Whether a backward reduces its gradient now."""
-        return self.unit.reduce_grads and self.unit.all_reduce_grads
 
     def hook(self) -> None:
         """Set reduced gradients aside in later backwards. The gradient of a new
@@ -223,7 +215,11 @@ class _Reduction:
     before: Callable[[], None]
 
     def __post_init__(self) -> None:
-        replicated_waiting.add(self)
+        reductions.add(self)
+
+    def params(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients it reduces. Local, pure."""
+        return [one.param for one in self.replicated]
 
     def waiting(self) -> list[nn.Parameter]:
         """Return the parameters with a gradient that is not reduced yet, and not cleared. Local,
@@ -232,9 +228,9 @@ class _Reduction:
         Ranks must agree, so a gradient of zeros waits too, unless something wrote zeros later.
         """
         waiting = []
-        for each in self.replicated:
-            if each.own_gradient() is not None and not each.is_zeroed():
-                waiting.append(each.param)
+        for one in self.replicated:
+            if one.own_gradient() is not None and not one.is_zeroed():
+                waiting.append(one.param)
         return waiting
 
     @not_compiled
@@ -242,32 +238,33 @@ class _Reduction:
     def __call__(self) -> None:
         self.before()
         due = []
-        for each in self.replicated:
-            if each.param.requires_grad:
-                each.hook()
-                if each.reduces():
-                    due.append(each)
+        for one in self.replicated:
+            if one.param.requires_grad:
+                one.hook()
+                if one.unit.reduce_grads and one.unit.all_reduce_grads:
+                    due.append(one)
         if not due:
             return
         device = device_of(self.mesh)
-        # Of each whether this rank has a gradient, and the gradients or zeros: flat, of one dtype.
-        doubles = any(each.param.dtype in (torch.float64, torch.complex128) for each in due)
+        # What is summed is flat, of one dtype: for each whether this rank has a gradient, and then
+        # the gradients, or zeros.
+        doubles = any(one.param.dtype in (torch.float64, torch.complex128) for one in due)
         dtype = torch.float64 if doubles else torch.float32
         used = torch.ones(len(due), dtype=dtype, device=device)
         parts = [used]
-        for index, each in enumerate(due):
-            gradient = each.own_gradient()
+        for index, one in enumerate(due):
+            gradient = one.own_gradient()
             if gradient is None:
                 used[index].zero_()  # not copied from a list, which would make the host wait
-                gradient = torch.zeros_like(each.param)
+                gradient = torch.zeros_like(one.param)
             parts.append(_real(gradient).flatten().to(device, dtype))
         flat = torch.cat(parts)
         for group in self.mesh.get_all_groups():
             if group.size() > 1:
                 dist.all_reduce(flat, group=group)
         used, *totals = torch.split(flat, [part.numel() for part in parts])
-        for index, (each, total) in enumerate(zip(due, totals, strict=True)):
-            each.settle(total, self.mesh.size(), used[index])
+        for index, (one, total) in enumerate(zip(due, totals, strict=True)):
+            one.settle(total, self.mesh.size(), used[index])
 
 
 def _real(value: Tensor) -> Tensor:

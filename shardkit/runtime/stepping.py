@@ -1,9 +1,10 @@
 """A hook before any optimizer's step: it raises where the step would silently train nothing, and
 reshards what a forward after the backward left unsharded, with the values of before the step.
 
-An optimizer built before sharding holds parameters that no model has any more, one built after an
-evaluation may hold gathered copies, and one that steps while gradients wait to be reduced finds
-none. Most of this is looked at in an optimizer's first step, and again when its parameters change.
+An optimizer built before sharding holds parameters that no model has any more, one built between
+forward and backward may hold unsharded copies, and one that steps while gradients wait to be
+reduced finds none. Most of this is looked at in an optimizer's first step, and again when its
+parameters change.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import (
     FSDPUnit,
-    StepState,
     fsdp_units,
     holds_param_of,
     keep_requires_grad,
@@ -42,11 +42,13 @@ logger = logging.getLogger("shardkit")
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced
 _units: WeakSet[Any] = WeakSet()  # of the models that are watched
-_left_whole: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()  # by model and FQN
+# of each model the parameters that sharding left plain, by FQN
+_left_plain: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 _vouched: WeakSet[Optimizer] = WeakSet()  # may train in low precision
 # models and optimizers whose memory is on the CPU, each with the ids of its parameters that are
 asleep: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
-replicated_waiting: WeakSet[Any] = WeakSet()  # whose ``waiting()`` returns parameters not reduced
+# of replicated parameters: ``params()`` are all, ``waiting()`` those with an unreduced gradient
+reductions: WeakSet[Any] = WeakSet()
 
 
 @dataclass
@@ -55,8 +57,9 @@ class _Stepped:
 
     held: set[int]  # ids of its parameters
     units: WeakSet[FSDPUnit]  # that own one of them
-    unused: WeakKeyDictionary[Any, list[str]] = field(default_factory=WeakKeyDictionary)
+    steps_replicated: bool
     # by unit, the parameters without a gradient in the first step
+    unused: WeakKeyDictionary[Any, list[str]] = field(default_factory=WeakKeyDictionary)
 
 
 _stepped: WeakKeyDictionary[Optimizer, _Stepped] = WeakKeyDictionary()
@@ -73,8 +76,10 @@ def replacing(model: nn.Module) -> Iterator[None]:
         if param is not None and param not in now:  # someone holds it
             _replaced[param] = fqn
     if dist.get_world_size() > 1:
-        whole = [pair for pair in model.named_parameters() if not isinstance(pair[1], DTensor)]
-        _left_whole[model] = {fqn: ref(param) for fqn, param in whole}
+        left = _left_plain.setdefault(model, {})
+        for fqn, param in model.named_parameters():
+            if not isinstance(param, DTensor):
+                left[fqn] = ref(param)
     watch_gradients(model)
 
 
@@ -126,29 +131,42 @@ def allow_low_precision(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or not _units:
+    if torch.compiler.is_compiling():
         return
     held: set[int] = set()
     for group in optimizer.param_groups:
         held.update(map(id, group["params"]))
-    name = type(optimizer).__name__
     if asleep:
         check_awake(param for group in optimizer.param_groups for param in group["params"])
+    stepped = _stepped.get(optimizer)
+    if stepped is None or stepped.held != held:
+        stepped = _first_look(optimizer, held)
+    if not (stepped.units or stepped.steps_replicated):
+        return  # an optimizer of something else, which should cost nothing
+    name = type(optimizer).__name__
     with plain_attributes():
-        stepped = _stepped.get(optimizer)
-        if stepped is None or stepped.held != held:
-            stepped = _first_look(optimizer, held)
-        found = state_at_step(stepped.units, held)
-    if found.copies:
+        step = state_at_step(stepped.units, held)
+    if step.copies:
         raise ShardkitError(
-            f"{name} holds {len(found.copies)} gathered copies of parameters: "
-            f"{listing(sorted(found.copies), 6)}. The next all-gather overwrites them, so a step "
+            f"{name} holds {len(step.copies)} unsharded copies of parameters: "
+            f"{listing(sorted(step.copies), 6)}. The next all-gather overwrites them, so a step "
             "has no effect. Build the optimizer right after shard_model, or call model.reshard() "
             "before."
         )
-    if found.hooked or found.written:
-        _warn_of_lost(name, found)
-    for unit, unused in found.unused.items():
+    if step.hooked:
+        warn_once(
+            f"{name}.step() found hooks of register_hook on {listing(step.hooked, 6)}. FSDP2 sets "
+            "the gradient of a sharded parameter without autograd, so the hook is not called. Use "
+            "param.register_post_accumulate_grad_hook, where param.grad is reduced."
+        )
+    if step.written:
+        warn_once(
+            f"{name}.step() found {listing(step.written, 6)} changed while unsharded. FSDP2 frees "
+            "unsharded parameters, so a change in forward, or after one without backward, is lost. "
+            "Make it a buffer, or change it after optimizer.step(); evaluate under "
+            "torch.no_grad()."
+        )
+    for unit, unused in step.unused.items():
         if stepped.unused.setdefault(unit, unused) != unused:
             warn_once(
                 f"{name}.step() found gradients of other parameters of a unit than in its first "
@@ -156,8 +174,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "of different parameters. Call model.set_reduce_scatter_unused_params(True), since "
                 "torch 2.13, before training, unless all ranks use the same."
             )
-    waiting = found.waiting
-    for reduction in replicated_waiting:
+    waiting = step.waiting
+    for reduction in reductions if stepped.steps_replicated else ():
         for param in reduction.waiting():
             if id(param) in held:
                 waiting.append(f"a replicated parameter of shape {tuple(param.shape)}")
@@ -165,29 +183,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise ShardkitError(
             f"{name}.step() was called while {len(waiting)} gradients wait to be reduced: "
             f"{listing(sorted(waiting), 6)}. Only a backward with gradient sync through the whole "
-            "unit reduces them, not those under accumulate(last=False), nor of one "
-            "module of a unit of several. Run the last micro-batch with accumulate(model, "
-            "last=True), or drop them with shardkit.zero_grad(model)."
+            "unit reduces them, not those under accumulate(last=False), nor of one module of a "
+            "unit of several. Run the last micro-batch with accumulate(model, last=True), or drop "
+            "them with shardkit.zero_grad(model)."
         )
-    if found.unsharded:
-        keep_requires_grad(found.unsharded)
-        reshard_units(found.unsharded)
-
-
-def _warn_of_lost(name: str, found: StepState) -> None:
-    if found.hooked:
-        warn_once(
-            f"{name}.step() found hooks of register_hook on {listing(found.hooked, 6)}. FSDP2 sets "
-            "the gradient of a sharded parameter without autograd, so the hook is not called. Use "
-            "param.register_post_accumulate_grad_hook, where param.grad is reduced."
-        )
-    if found.written:
-        warn_once(
-            f"{name}.step() found {listing(found.written, 6)} changed while gathered. FSDP2 frees "
-            "gathered parameters, so a change in forward, or after one without backward, is lost. "
-            "Make it a buffer, or change it after optimizer.step(); evaluate under "
-            "torch.no_grad()."
-        )
+    if step.unsharded:
+        keep_requires_grad(step.unsharded)
+        reshard_units(step.unsharded)
 
 
 def _first_look(optimizer: Optimizer, held: set[int]) -> _Stepped:
@@ -202,25 +204,28 @@ def _first_look(optimizer: Optimizer, held: set[int]) -> _Stepped:
             "effect. Build the optimizer after shard_model."
         )
     if optimizer not in _stepped and optimizer not in _vouched:
-        sharded = [("", param) for param in params if isinstance(param, DTensor)]
-        low = low_precision_problem(sharded, name)
+        low = low_precision_problem([("", p) for p in params if isinstance(p, DTensor)], name)
         if low:
             logger.warning(low)
     _warn_of_added(name, held)
     units = WeakSet(unit for unit in _units if holds_param_of(held, unit))
-    _stepped[optimizer] = stepped = _Stepped(held, units)
+    replicated: set[int] = set()
+    for reduction in reductions:
+        replicated.update(map(id, reduction.params()))
+    stepped = _Stepped(held, units, steps_replicated=not held.isdisjoint(replicated))
+    _stepped[optimizer] = stepped
     return stepped
 
 
 def _warn_of_added(name: str, held: set[int]) -> None:
     """Warn of plain parameters in a model that were not there when it was sharded."""
-    for model, whole in _left_whole.items():
-        known = {id(weak()) for weak in whole.values()}
+    for model, left in _left_plain.items():
+        known = {id(weak()) for weak in left.values()}
         added = []
         for fqn, param in named_sharded_parameters(model):
             if id(param) in held and param.requires_grad and not isinstance(param, DTensor):
                 # A wrapper renames a parameter, a load may replace it.
-                if fqn not in whole and id(param) not in known:
+                if fqn not in left and id(param) not in known:
                     added.append(fqn)
         if added:
             warn_once(
