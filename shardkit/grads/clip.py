@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -90,8 +88,7 @@ def clip_grad_norm_(
     check_awake(params)
     note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
     with plain_attributes():
-        grads = [param.grad for param in params]
-        buckets, plain, partial = _split(params, grads)
+        buckets, plain, partial = _split(params, [param.grad for param in params])
         norm = total_norm(params, buckets, plain, p, group)
     if error_if_nonfinite and not norm.isfinite():
         raise ShardkitError(
@@ -106,8 +103,11 @@ def scale_to(limit: float, norm: Tensor, buckets: list[Bucket], plain: list[Tens
     """Scale gradients of a norm to at most ``limit``, in place. Local."""
     # Also by a factor of 1: to look at it would wait for the device.
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for same in [*chain(*(each.kinds for each in buckets)), *steps.by_device_and_dtype(plain)]:
-        steps.foreach_mul_(same, factor.to(same[0].device))
+    alike = steps.by_device_and_dtype(plain)
+    for bucket in buckets:
+        alike += bucket.alike
+    for grads in alike:
+        steps.foreach_mul_(grads, factor.to(grads[0].device))
 
 
 def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -136,16 +136,17 @@ class Bucket:
     grads: list[Tensor] = field(default_factory=list)
 
     @cached_property
-    def kinds(self) -> list[list[Tensor]]:
+    def alike(self) -> list[list[Tensor]]:
         """The gradients in groups that one kernel accepts, once all are there."""
         return steps.by_device_and_dtype(self.grads)
 
     def axes(self, *, sharding: bool) -> list[dist.ProcessGroup]:
         """Return the axes that shard, or those that do not."""
-        axes = zip(self.mesh.get_all_groups(), self.placements, strict=True)
-        return [
-            axis for axis, place in axes if axis.size() > 1 and place.is_replicate() is not sharding
-        ]
+        axes = []
+        for axis, placement in zip(self.mesh.get_all_groups(), self.placements, strict=True):
+            if axis.size() > 1 and placement.is_replicate() is not sharding:
+                axes.append(axis)
+        return axes
 
 
 def total_norm(
@@ -155,21 +156,22 @@ def total_norm(
     p: float,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
+    """Return the norm of the gradients over all ranks of the parameters' meshes, and over those of
+    ``group``. Collective.
+    """
     if buckets:
         has_plain = any(not isinstance(param, DTensor) for param in params)
         total = _mesh_power(buckets, plain, has_plain, p)
     elif group is None:
         return nn.utils.get_total_norm(plain, p)
     else:
-        total = _power_sum(
-            steps.by_device_and_dtype(plain), p, torch.device(collective_device(group))
-        )
+        device = torch.device(collective_device(group))
+        total = _power_sum(steps.by_device_and_dtype(plain), p, device)
     if group is not None:
         total = _all_reduced(total, p, [group])
-    doubles = not {torch.float64, torch.complex128}.isdisjoint(map(attrgetter("dtype"), params))
-    return (total if p == math.inf else total.pow(1 / p)).to(
-        torch.float64 if doubles else torch.float32
-    )
+    doubles = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+    norm = total if p == math.inf else total.pow(1 / p)
+    return norm.to(torch.float64 if doubles else torch.float32)
 
 
 def _split(
@@ -181,17 +183,15 @@ def _split(
     And the memory of those that are Partial, as tensor parallelism leaves them: buckets have their
     sums, as copies.
     """
-    if steps.steps_in_backward(
-        param for param, grad in zip(params, grads, strict=True) if grad is None
-    ):
+    without_grad = [param for param, grad in zip(params, grads, strict=True) if grad is None]
+    if steps.steps_in_backward(without_grad):
         raise ShardkitError(
             "parameters are stepped in backward, after which they have no gradients. A norm needs "
             "all gradients at once. Do not clip, or use an optimizer that steps after backward "
             "instead of optimizer_in_backward."
         )
-    buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], Bucket] = {}
-    bucket: Bucket | None = None
-    plain, partial = list[Tensor](), list[Tensor]()
+    plain: list[Tensor] = []
+    partial: list[Tensor] = []
 
     def summed(grad: DTensor, param: Any) -> Tensor:
         partial.append(local_tensor(grad))
@@ -199,68 +199,75 @@ def _split(
         return steps.redistributed(grad, param).clone()
 
     layouts = steps.placements_of(params)
-    parts = steps.local_tensors(grads, params, layouts, summed)
-    for param, layout, part in zip(params, layouts, parts, strict=True):
-        if layout is not None:
-            mesh = steps.mesh_of(param)
-            if bucket is None or mesh is not bucket.mesh or layout != bucket.placements:
-                # to hash all would cost more
-                bucket = buckets.setdefault((mesh, layout), Bucket(mesh, layout))
-        if part is not None:
-            (plain if layout is None or bucket is None else bucket.grads).append(part)
-    return (
-        [each for each in buckets.values() if each.mesh.get_coordinate() is not None],
-        plain,
-        partial,
-    )
+    local_grads = steps.local_tensors(grads, params, layouts, summed)
+    buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], Bucket] = {}
+    bucket: Bucket | None = None
+    for param, layout, grad in zip(params, layouts, local_grads, strict=True):
+        if layout is None:
+            if grad is not None:
+                plain.append(grad)
+            continue
+        mesh = steps.mesh_of(param)
+        if bucket is None or mesh is not bucket.mesh or layout != bucket.placements:
+            # to hash all would cost more
+            bucket = buckets.setdefault((mesh, layout), Bucket(mesh, layout))
+        if grad is not None:
+            bucket.grads.append(grad)
+    own = [bucket for bucket in buckets.values() if bucket.mesh.get_coordinate() is not None]
+    return own, plain, partial
 
 
 def _mesh_power(buckets: list[Bucket], plain: list[Tensor], has_plain: bool, p: float) -> Tensor:
     """Return the p-th power of the norm over all ranks of the parameters' meshes. Collective."""
     largest = max(buckets, key=lambda bucket: bucket.mesh.size())
     groups = largest.mesh.get_all_groups()
-    parts = [
-        each
-        for each in buckets
-        if each is not largest and not set(each.mesh.get_all_groups()) <= set(groups)
-    ]
-    ranks = {
-        each: sorted(each.mesh.mesh.flatten().tolist())
-        for each in ([largest, *parts] if parts else ())
-    }
-    if outside := [each for each in ranks.values() if not set(each) <= set(ranks[largest])]:
-        raise ShardkitError(
-            f"parameters are on a mesh of ranks {outside[0]} and on one of ranks {ranks[largest]}. "
-            "The norm is summed over the largest mesh and the meshes inside it. Slice both from "
-            "one mesh, or clip the parameters of each mesh by themselves."
-        )
+    device = device_of(largest.mesh)
+    # On other groups of its ranks are parameters of their own, such as experts.
+    experts = []
+    for bucket in buckets:
+        if bucket is not largest and not set(bucket.mesh.get_all_groups()) <= set(groups):
+            _check_inside(bucket.mesh, largest.mesh)
+            experts.append(bucket)
     # The axes to sum over must not depend on what only some ranks have, or the others would not
     # join.
-    used = {axis for each in buckets if each not in parts for axis in each.axes(sharding=True)}
-    axes = tuple(
-        axis for axis in groups if axis.size() > 1 and (has_plain or parts or axis in used)
-    )
-
-    def share(kinds: list[list[Tensor]], copies: Iterable[dist.ProcessGroup]) -> Tensor:
-        """What this rank adds to the sum, which counts each element as often as there are
-        copies.
-        """
-        power = _power_sum(kinds, p, device_of(largest.mesh))
-        return power if p == math.inf else power / math.prod(axis.size() for axis in copies)
-
-    powers = [share(steps.by_device_and_dtype(plain), axes)] if plain else []
-    for each in buckets:
-        # otherwise the ranks along an axis that does not shard it hold the same
-        is_own = each in parts
-        copies = (
-            each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
-        )
-        powers.append(share(each.kinds, copies))
+    used = set()
+    for bucket in buckets:
+        if bucket not in experts:
+            used.update(bucket.axes(sharding=True))
+    axes = []
+    for axis in groups:
+        if axis.size() > 1 and (has_plain or experts or axis in used):
+            axes.append(axis)
+    # What this rank adds to the sum, which counts each element as often as there are copies.
+    powers = []
+    if plain:
+        power = _power_sum(steps.by_device_and_dtype(plain), p, device)
+        powers.append(_per_copy(power, p, axes))
+    for bucket in buckets:
+        if bucket in experts:
+            copies = bucket.axes(sharding=False)
+        else:  # the ranks along an axis that does not shard it hold the same
+            copies = list(set(axes).difference(bucket.axes(sharding=True)))
+        powers.append(_per_copy(_power_sum(bucket.alike, p, device), p, copies))
     stacked = torch.stack(powers)
     return _all_reduced(stacked.max() if p == math.inf else stacked.sum(), p, axes)
 
 
-def _power_sum(kinds: list[list[Tensor]], p: float, device: torch.device) -> Tensor:
+def _check_inside(mesh: DeviceMesh, largest: DeviceMesh) -> None:
+    ranks, all_ranks = (sorted(m.mesh.flatten().tolist()) for m in (mesh, largest))
+    if not set(ranks) <= set(all_ranks):
+        raise ShardkitError(
+            f"parameters are on a mesh of ranks {ranks} and on one of ranks {all_ranks}. "
+            "The norm is summed over the largest mesh and the meshes inside it. Slice both from "
+            "one mesh, or clip the parameters of each mesh by themselves."
+        )
+
+
+def _per_copy(power: Tensor, p: float, axes: list[dist.ProcessGroup]) -> Tensor:
+    return power if p == math.inf else power / math.prod(axis.size() for axis in axes)
+
+
+def _power_sum(alike: list[list[Tensor]], p: float, device: torch.device) -> Tensor:
     """Return the sum of ``|g| ** p`` over this rank's elements, or for p = inf the largest ``|g|``:
     float64, 0-d.
 
@@ -268,14 +275,13 @@ def _power_sum(kinds: list[list[Tensor]], p: float, device: torch.device) -> Ten
     from overflowing, and the order of the sum below the last bit of the float32 result.
     """
     norms = [torch.zeros(1, dtype=torch.float64, device=device)]
-    for same in kinds:
-        if p == math.inf:
-            # an empty shard has no largest
-            same = [grad for grad in same if grad.numel()] or [same[0].new_zeros(1)]
-        dtype = torch.promote_types(same[0].dtype, torch.float32)
-        norms.append(
-            torch.stack(steps.foreach_norm(same, p, dtype=dtype)).to(device, torch.float64)
-        )
+    for grads in alike:
+        if p == math.inf:  # an empty shard has no largest
+            grads = [grad for grad in grads if grad.numel()]
+        if grads:
+            dtype = torch.promote_types(grads[0].dtype, torch.float32)
+            by_grad = torch.stack(steps.forby_grad(grads, p, dtype=dtype))
+            norms.append(by_grad.to(device, torch.float64))
     flat = torch.cat(norms)
     return flat.max() if p == math.inf else flat.pow(p).sum()
 

@@ -158,20 +158,16 @@ def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) ->
     token.
     """
     count = torch.as_tensor(num_tokens)
-    units = [
-        unit
-        for unit in fsdp_units(model)
-        if any(p.sharded_param.requires_grad for p in unit.fsdp_params)
-    ]
+    units = []
+    for unit in fsdp_units(model):
+        if any(param.sharded_param.requires_grad for param in unit.fsdp_params):
+            units.append(unit)
     divisors = [divisor(unit) for unit in units] or [1.0]
     if len(set(divisors)) > 1:
         names = {module: name or "(root)" for name, module in model.named_modules()}
-        each = [
-            f"{names[unit.modules[0]]} by {number:g}"
-            for unit, number in zip(units, divisors, strict=True)
-        ]
+        numbers = [f"{names[unit.modules[0]]} by {divisor(unit):g}" for unit in units]
         raise ShardkitError(
-            f"model has units that divide gradients by different numbers: {listing(each)}. One "
+            f"model has units that divide gradients by different numbers: {listing(numbers)}. One "
             "scale of the loss is right for all units only if they divide by the same number. Call "
             'set_gradient_reduction(model, "sum") once, after sharding.'
         )
@@ -227,18 +223,16 @@ class GradScaler(UnscalingGradScaler):
             )
         device = found_inf.device
         for local in by_device_and_dtype(grads):
-            found = torch.zeros((), device=local[0].device)
-            amp_unscale_(local, found, inv_scale.to(found.device))
-            found_inf = torch.maximum(found_inf, found.to(device))
+            own_inf = torch.zeros((), device=local[0].device)
+            amp_unscale_(local, own_inf, inv_scale.to(own_inf.device))
+            found_inf = torch.maximum(found_inf, own_inf.to(device))
         meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-        axes = {
-            group: mesh.device_type
-            for mesh in meshes
-            for group in mesh.get_all_groups()
-            if group.size() > 1
-        }
-        for group, mesh_device in axes.items():
-            # where the mesh reduces: offloaded shards are elsewhere
-            found_inf = found_inf.to(mesh_device)
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+        reduced = set()
+        for mesh in meshes:
+            for group in mesh.get_all_groups():
+                if group.size() > 1 and group not in reduced:
+                    reduced.add(group)
+                    # where the mesh reduces: offloaded shards are elsewhere
+                    found_inf = found_inf.to(mesh.device_type)
+                    dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
         return found_inf.to(device)
