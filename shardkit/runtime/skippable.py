@@ -156,8 +156,8 @@ def _after_call(caller: SkippableUnit, module: nn.Module, args: Any, output: Any
 
 
 def _saved_by_itself() -> AbstractContextManager[Any]:
-    """Hide what is saved from a checkpoint around the call: its recomputation runs outside of the
-    caller's forward.
+    """Hide what is saved from a checkpoint around it: one of the unit that is called is recomputed
+    outside of the caller's forward.
     """
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
@@ -276,11 +276,13 @@ class _Forward:
     def _make_up(self, call: Call) -> Tensor:
         """Take part in a call that this rank skips."""
         unit = self.caller.calls[call.place]
-        with torch.set_grad_enabled(call.tracked and torch.is_grad_enabled()):
-            grad = torch.is_grad_enabled()
-            zero = torch.zeros((), device=device_of(unit.module), requires_grad=call.grad and grad)
+        tracked = call.tracked and torch.is_grad_enabled()
+        # A recomputation may make up for more calls: those of later forwards.
+        with torch.set_grad_enabled(tracked), _saved_by_itself():
+            has_grad = call.grad and tracked
+            zero = torch.zeros((), device=device_of(unit.module), requires_grad=has_grad)
             body: Callable[[Tensor], Tensor] = functools.partial(_stand_in, unit)
-            if unit.checkpointed and unit.calls and grad:
+            if unit.checkpointed and unit.calls and tracked:
                 body = functools.partial(checkpoint, body, use_reentrant=False)
             return pass_through(unit.module, zero, body)
 
