@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 from shardkit._torch.dispatch import schema, version_of
 from shardkit.errors import ShardkitError
 
+MADE_CALLS = "_shardkit_made_calls"  # as in runtime.skippable
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
 
 
@@ -100,7 +101,10 @@ def _contexts(
 
 class _Recomputation(AbstractContextManager[None]):
     """Gives a module the buffers that its forward started from, and drops what is written to them
-    again. ``inner`` is entered last.
+    again.
+
+    Also the list of calls that ``runtime.skippable`` filled in the first forward. ``inner`` is
+    entered last.
     """
 
     def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
@@ -111,6 +115,8 @@ class _Recomputation(AbstractContextManager[None]):
         buffers = {each for _, start in self._starts for each in start.values() if each is not None}
         self._values = {each: each.detach().clone() for each in buffers}
         self._versions = {each: version_of(each) for each in buffers}
+        lists = [vars(each) for each in module.modules() if MADE_CALLS in vars(each)]
+        self._made = [(attributes, attributes[MADE_CALLS]) for attributes in lists]
 
     @contextmanager
     def first_forward(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
@@ -125,12 +131,17 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._before = [(registry, dict(registry)) for registry, _ in self._starts]
+        self._before += [
+            (attributes, {MADE_CALLS: attributes[MADE_CALLS]}) for attributes, _ in self._made
+        ]
         # will be written to
         fresh = {each: value.detach().clone() for each, value in self._values.items()}
         for registry, start in self._starts:
             registry.update(
                 {name: each if each is None else fresh[each] for name, each in start.items()}
             )
+        for attributes, made in self._made:
+            attributes[MADE_CALLS] = made
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -9,9 +9,10 @@ runs what was recorded last first.
 The order cannot be read off the model: a tower that is registered first may be called after the
 embedding, and whether inputs require grad, on which the moment of a reduction depends, is known in
 a forward only. So it is learned: until each unit that may be skipped was called once, the ranks
-exchange before each call which they call next, and insert it into the order. From then on, and
-where a forward is recomputed in backward, they follow the order without a word. There is one order
-for each mode: whether grad is on, whether inputs require it, and which parameters train.
+exchange before each call which they call next, and insert it into the order. From then on they
+follow the order without a word, and a forward that is recomputed in backward repeats its own calls.
+There is one order for each mode: whether grad is on, whether inputs require it, and which
+parameters train.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ from shardkit.errors import ShardkitError, listing
 
 _END = -1  # the place of the end of a caller's forward
 _CALLER = "_shardkit_caller"  # the attribute of a caller's module with its SkippableUnit
+# A list that the next forward fills with its calls, or, in a recomputation, with those to repeat:
+# checkpointing puts back the list of the first forward.
+_CALLS = "_shardkit_made_calls"
 _running: list[_Forward] = []  # the forwards of callers under way, innermost last
 
 Mode: TypeAlias = tuple[int, tuple[bool, ...]]
@@ -73,6 +77,7 @@ class SkippableUnit:
     calls: list[SkippableUnit] = field(default_factory=list)
     order: dict[Mode, list[Call]] = field(default_factory=lambda: defaultdict(list))
     settled: set[Mode] = field(default_factory=set)  # the modes for which the order is complete
+    latest: list[Call] = field(default_factory=list)  # in the last forward with grad
 
     @functools.cached_property
     def units(self) -> list[FSDPUnit]:
@@ -95,7 +100,8 @@ def in_order(module: nn.Module) -> Callable[..., Any]:
         caller = vars(module).get(_CALLER)
         if caller is None:
             return forward(*args, **kwargs)
-        with _begin_forward(caller, (args, kwargs)) as run:
+        calls, vars(module)[_CALLS] = vars(module)[_CALLS], []
+        with _begin_forward(caller, calls, (args, kwargs)) as run:
             return run.leave(forward(*args, **kwargs))
 
     # torch.compile(model) would trace what differs between ranks; units still compile
@@ -108,7 +114,7 @@ def watch_calls(callers: Sequence[SkippableUnit]) -> None:
     """
     units = set(callers)
     for caller in callers:
-        vars(caller.module)[_CALLER] = caller
+        vars(caller.module).update({_CALLER: caller, _CALLS: []})
         for place, unit in enumerate(caller.calls):
             if unit.within:
                 units.add(unit)
@@ -122,8 +128,8 @@ def watch_calls(callers: Sequence[SkippableUnit]) -> None:
 
 
 @contextmanager
-def _begin_forward(caller: SkippableUnit, inputs: Any) -> Iterator[_Forward]:
-    _running.append(_Forward(caller, inputs))
+def _begin_forward(caller: SkippableUnit, calls: list[Call], inputs: Any) -> Iterator[_Forward]:
+    _running.append(_Forward(caller, calls, inputs))
     try:
         yield _running[-1]
     finally:
@@ -165,19 +171,20 @@ def _saved_by_itself() -> AbstractContextManager[Any]:
 class _Forward:
     """One forward of a caller, or what stands for it on a rank that skips the caller itself."""
 
-    def __init__(self, caller: SkippableUnit, inputs: Any) -> None:
+    def __init__(self, caller: SkippableUnit, calls: list[Call], inputs: Any) -> None:
+        """``calls`` is filled; if it is filled already, it is repeated."""
         self.caller = caller
         self.entered: set[nn.Module] = set()  # of units of several modules
         # zeros from skipped units that no later unit or output depends on yet
         self.pending: list[Tensor] = []
         self.reached: list[Tensor] = []  # zeros from units that ran
         self._mode = _mode(caller, inputs)
-        self._order = caller.order[self._mode]
         self._next = 0  # in the order
-        # A recomputation must not exchange, because it ends early on some ranks. Its order has at
-        # least the calls of its first forward.
-        repeats = bool(self._order) and in_backward()
-        self._learns = not repeats and self._mode not in caller.settled
+        # A recomputation by another checkpoint than shardkit's is that of the latest forward.
+        repeated = list(calls) or (caller.latest if in_backward() else [])
+        self._learns = not repeated and self._mode not in caller.settled
+        self._order = repeated or caller.order[self._mode]
+        self._calls = [] if repeated else calls
 
     def enter(self, place: int, inputs: Any) -> Any:
         """Make up for what comes before a unit; return its inputs, from which backward reaches what
@@ -214,6 +221,9 @@ class _Forward:
             raise self._unexpected(goal)
         while True:
             agreed = self._learn_next(mine) if self._learns else self._follow()
+            self._calls.append(agreed)
+            if agreed.place == _END and torch.is_grad_enabled():
+                self.caller.latest = self._calls
             if agreed.place == goal:
                 break
             if self._learns or mine is None or self.caller.calls[agreed.place].may_skip:
@@ -277,17 +287,17 @@ class _Forward:
         """Take part in a call that this rank skips."""
         unit = self.caller.calls[call.place]
         tracked = call.tracked and torch.is_grad_enabled()
-        # A recomputation may make up for more calls: those of later forwards.
-        with torch.set_grad_enabled(tracked), _saved_by_itself():
+        with torch.set_grad_enabled(tracked):
             has_grad = call.grad and tracked
             zero = torch.zeros((), device=device_of(unit.module), requires_grad=has_grad)
-            body: Callable[[Tensor], Tensor] = functools.partial(_stand_in, unit)
+            body: Callable[[Tensor], Tensor] = functools.partial(_stand_in, unit, [])
             if unit.checkpointed and unit.calls and tracked:
                 body = functools.partial(checkpoint, body, use_reentrant=False)
             return pass_through(unit.module, zero, body)
 
     def _unexpected(self, place: int) -> ShardkitError:
-        order = listing(self.caller.text(call.place) for call in self._order)
+        calls = [call for call in self._order if call.place != _END]
+        order = listing(self.caller.text(call.place) for call in calls)
         return ShardkitError(
             f"{self.caller.text(place)} was called differently than ranks agreed on, which is "
             f"{order}. All ranks must call the units that {self.caller.name} calls in the same "
@@ -309,9 +319,9 @@ class _Forward:
         )
 
 
-def _stand_in(unit: SkippableUnit, zero: Tensor) -> Tensor:
-    """What runs as the forward of a skipped unit."""
-    with _begin_forward(unit, zero) as run:
+def _stand_in(unit: SkippableUnit, calls: list[Call], zero: Tensor) -> Tensor:
+    """What runs as the forward of a skipped unit; ``calls`` is filled, or repeated."""
+    with _begin_forward(unit, calls, zero) as run:
         if unit.calls:
             run.reach(None)
     return add_grad_edge(zero, *run.pending, *trained_parameters(unit.module))
