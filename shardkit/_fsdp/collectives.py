@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 
-from shardkit._fsdp import FSDPUnit, fsdp_params, not_compiled, states_of, unsharded_param
+from shardkit._fsdp import FSDPUnit, not_compiled, states_of, unsharded_param
 from shardkit._torch import units_of
 
 
@@ -122,22 +122,6 @@ def is_root(module: FSDPModule) -> bool:
 def device_of(module: FSDPModule) -> torch.device:
     """Return the device that a unit computes on. Local, pure."""
     return module._get_fsdp_state()._device
-
-
-def trained_parameters(module: FSDPModule) -> list[Tensor]:
-    """Return what the trainable parameters of a unit are unsharded into; after its first forward.
-    Local, pure.
-    """
-    params = fsdp_params([module])
-    return [param.unsharded_param for param in params if param.sharded_param.requires_grad]
-
-
-def which_train(units: Iterable[FSDPUnit]) -> list[bool]:
-    """Return whether each parameter of the units is trainable now. Local, pure."""
-    trains: list[bool] = []
-    for unit in units:
-        trains += [param.sharded_param.requires_grad for param in unit.fsdp_params]
-    return trains
 
 
 apply_to_tensors = _apply_to_tensors  # replaces tensors in the containers in which FSDP2 finds them

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 
 MINIMUM_TORCH = (2, 11)
 NEWEST_TESTED = (2, 15)
@@ -47,17 +47,19 @@ if torch_version() < MINIMUM_TORCH:
 
 def missing_name(path: str) -> ShardkitError:
     """Return the error for a private name that this torch does not have."""
-    rule = "shardkit is tested with torch {}.{} to {}.{}".format(*MINIMUM_TORCH, *NEWEST_TESTED)
-    fix = "Use one of these, or a newer shardkit"
-    return ShardkitError(message(path, f"is not in torch {torch.__version__}", rule, fix))
+    tested = "{}.{} to {}.{}".format(*MINIMUM_TORCH, *NEWEST_TESTED)
+    return ShardkitError(
+        f"{path} is not in torch {torch.__version__}. shardkit is tested with torch {tested}. Use "
+        "one of these, or a newer shardkit."
+    )
 
 
 def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return ``model.named_parameters()``, with each gathered parameter replaced by its sharded
+    """Return ``model.named_parameters()``, with each unsharded parameter replaced by its sharded
     one. Local.
 
-    While a unit is gathered FSDP2 registers unsharded parameters, but gradients and the optimizer's
-    entries stay with the sharded ones, which torch has no public way to reach (2.13 to 2.15).
+    While a unit is unsharded FSDP2 registers unsharded parameters, but gradients and the optimizer's
+    state stay with the sharded ones, which torch has no public way to reach (2.11 to 2.15).
     """
     sharded = sharded_stand_ins(model.modules())
     return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
@@ -67,8 +69,10 @@ def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return those parameters without names, in a third of the time, as every clip asks. Local."""
     modules = list(model.modules())
     sharded = sharded_stand_ins(modules)
-    found = dict.fromkeys(param for module in modules for param in module._parameters.values())
-    return [sharded.get(param, param) for param in found if param is not None]
+    params: dict[nn.Parameter | None, None] = {}
+    for module in modules:
+        params.update(dict.fromkeys(module._parameters.values()))
+    return [sharded.get(param, param) for param in params if param is not None]
 
 
 def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
@@ -77,12 +81,15 @@ def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Par
     """
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
-        for unit in units_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+        if not isinstance(module, FSDPModule):
+            continue
+        for unit in units_of(module._get_fsdp_state()):
             if getattr(unit, "shows_plain", False):
                 raise is_wrapped()
-            for fsdp_param in () if unit.is_sharded else unit.fsdp_params:
-                info = fsdp_param._module_info
-                sharded[getattr(info.module, info.param_name)] = fsdp_param.sharded_param
+            if not unit.is_sharded:
+                for param in unit.fsdp_params:
+                    info = param._module_info
+                    sharded[getattr(info.module, info.param_name)] = param.sharded_param
     return sharded
 
 

@@ -8,17 +8,16 @@ runs what was recorded last first.
 
 The order cannot be read off the model: a tower that is registered first may be called after the
 embedding, and whether inputs require grad, on which the moment of a reduction depends, is known in
-a forward only. So it is learned: until each unit that may be skipped was called once, the ranks
-exchange before each call which they call next, and insert it into the order. From then on they
-follow the order without a word, and a forward that is recomputed in backward repeats its own calls.
-There is one order for each mode: whether grad is on, whether inputs require it, and which
-parameters train.
+a forward only. So it is learned: in a forward of which the order is not known, the ranks exchange
+before each call which they call next. Once one had all units that may be skipped, later ones follow
+its order without a word; and a forward that is recomputed in backward repeats its own calls. There
+is one order for each mode: whether grad is on, whether inputs require it, and which parameters
+train.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
+from shardkit._fsdp import fsdp_params, not_compiled
 from shardkit._fsdp.collectives import (
     add_grad_edge,
     apply_to_tensors,
@@ -38,8 +37,6 @@ from shardkit._fsdp.collectives import (
     modules_of,
     pass_through,
     reduce_unused,
-    trained_parameters,
-    which_train,
 )
 from shardkit._torch.dispatch import in_backward, tree_leaves
 from shardkit.errors import ShardkitError, listing
@@ -75,14 +72,13 @@ class SkippableUnit:
     exchange: Callable[[Any], dict[int, Any]]
     # the next units below it, in the order of registration
     calls: list[SkippableUnit] = field(default_factory=list)
-    order: dict[Mode, list[Call]] = field(default_factory=lambda: defaultdict(list))
-    settled: set[Mode] = field(default_factory=set)  # the modes for which the order is complete
+    order: dict[Mode, list[Call]] = field(default_factory=dict)  # where it is known
     latest: list[Call] = field(default_factory=list)  # in the last forward with grad
 
     @functools.cached_property
-    def units(self) -> list[FSDPUnit]:
-        """Torch's units in the module, with its own."""
-        return fsdp_units(self.module)  # type: ignore[arg-type]
+    def params(self) -> list[Any]:
+        """The ``FSDPParam`` objects of all units in the module, with its own."""
+        return fsdp_params(self.module.modules())  # type: ignore[attr-defined]
 
     def text(self, place: int) -> str:
         """Return the name of the unit at a place, for errors."""
@@ -182,8 +178,7 @@ class _Forward:
         self._next = 0  # in the order
         # A recomputation by another checkpoint than shardkit's is that of the latest forward.
         repeated = list(calls) or (caller.latest if in_backward() else [])
-        self._learns = not repeated and self._mode not in caller.settled
-        self._order = repeated or caller.order[self._mode]
+        self._order = repeated or caller.order.get(self._mode, [])  # empty: it is not known
         self._calls = [] if repeated else calls
 
     def enter(self, place: int, inputs: Any) -> Any:
@@ -216,21 +211,20 @@ class _Forward:
         there is none. Return what they agreed on.
         """
         goal = _END if mine is None else mine.place
-        ahead = {call.place for call in self._order[self._next :]}
-        if not self._learns and goal != _END and goal not in ahead:
+        ahead = [call.place for call in self._order[self._next :]]
+        if self._order and goal != _END and goal not in ahead:
             raise self._unexpected(goal)
         while True:
-            agreed = self._learn_next(mine) if self._learns else self._follow()
+            agreed = self._follow() if self._order else self._ask(mine)
             self._calls.append(agreed)
-            if agreed.place == _END and torch.is_grad_enabled():
-                self.caller.latest = self._calls
             if agreed.place == goal:
                 break
-            if self._learns or mine is None or self.caller.calls[agreed.place].may_skip:
+            if not self._order or mine is None or self.caller.calls[agreed.place].may_skip:
                 self.pending.append(self._make_up(agreed))
-        if mine is not None and goal != _END:
-            if mine.grad > agreed.grad or mine.tracked != agreed.tracked:
-                raise self._unexpected(goal)
+        if goal == _END:
+            self._end()
+        elif mine is not None and (mine.grad > agreed.grad or mine.tracked != agreed.tracked):
+            raise self._unexpected(goal)
         return agreed
 
     def _follow(self) -> Call:
@@ -239,8 +233,8 @@ class _Forward:
             return Call(_END)
         return self._order[self._next - 1]
 
-    def _learn_next(self, mine: Call | None) -> Call:
-        """Ask all ranks which call comes next, and put it into the order. Collective."""
+    def _ask(self, mine: Call | None) -> Call:
+        """Ask all ranks which call comes next. Collective."""
         caller = self.caller
         by_rank = caller.exchange([caller.name, mine])
         names = {name for name, _ in by_rank.values()}
@@ -255,33 +249,16 @@ class _Forward:
             raise self._different(by_rank)
         # Units between two others are called in the order of registration, as experts are.
         place = min(skippable or others, default=_END)
-        if place == _END:
-            known = {call.place for call in self._order}
-            if all(i in known for i, unit in enumerate(caller.calls) if unit.may_skip):
-                caller.settled.add(self._mode)
-            return Call(_END)
-        alike = [call for call in calls if call.place == place]
-        agreed = Call(place, any(call.grad for call in alike), alike[0].tracked)
-        self._insert(agreed)
-        return agreed
+        alike = [call for call in calls if call.place == place] or [Call(_END)]
+        return Call(place, any(call.grad for call in alike), alike[0].tracked)
 
-    def _insert(self, call: Call) -> None:
-        """Put a call into the order, unless it is ahead there already, and go to the place after
-        it.
-        """
-        order = self._order
-        for index in range(self._next, len(order)):
-            if order[index].place == call.place:
-                order[index] = call._replace(grad=call.grad or order[index].grad)
-                self._next = index + 1
-                return
-        while self._next < len(order):
-            ahead = order[self._next].place
-            if ahead > call.place or not self.caller.calls[ahead].may_skip:
-                break
-            self._next += 1  # skipped this time
-        order.insert(self._next, call)
-        self._next += 1
+    def _end(self) -> None:
+        called = {call.place for call in self._calls}
+        skippable = {place for place, unit in enumerate(self.caller.calls) if unit.may_skip}
+        if skippable <= called:
+            self.caller.order.setdefault(self._mode, self._calls)
+        if torch.is_grad_enabled():
+            self.caller.latest = self._calls
 
     def _make_up(self, call: Call) -> Tensor:
         """Take part in a call that this rank skips."""
@@ -324,7 +301,11 @@ def _stand_in(unit: SkippableUnit, calls: list[Call], zero: Tensor) -> Tensor:
     with _begin_forward(unit, calls, zero) as run:
         if unit.calls:
             run.reach(None)
-    return add_grad_edge(zero, *run.pending, *trained_parameters(unit.module))
+    trained = []
+    for param in fsdp_params([unit.module]):
+        if param.sharded_param.requires_grad:
+            trained.append(param.unsharded_param)
+    return add_grad_edge(zero, *run.pending, *trained)
 
 
 def _mode(caller: SkippableUnit, inputs: Any) -> Mode:
@@ -336,7 +317,8 @@ def _mode(caller: SkippableUnit, inputs: Any) -> Mode:
     if not torch.is_grad_enabled():
         return 0, ()
     has_grad = any(tensor.requires_grad for tensor in _floating(inputs))
-    return 2 if has_grad and not is_root(caller.module) else 1, tuple(which_train(caller.units))
+    trains = tuple(param.sharded_param.requires_grad for param in caller.params)
+    return 2 if has_grad and not is_root(caller.module) else 1, trains
 
 
 def _depends(values: Any, zeros: list[Tensor]) -> Any:

@@ -82,7 +82,7 @@ class Coded(nn.Linear):
 
 
 @distributed(world_size=2)
-def test_a_frozen_model_stays_gathered_for_the_gradient_of_its_input():
+def test_a_frozen_model_stays_unsharded_for_the_gradient_of_its_input():
     torch.manual_seed(0)
     plain = Coded(4, 4).requires_grad_(False)
     x = torch.ones(2, 4, requires_grad=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from skipping_nets import batch, net
+from skipping_nets import EXPERTS, batch, net
 from split_training import difference, pictures, vision_language
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -100,14 +100,17 @@ def train_in_random_patterns(
     apply_plan(model, plan, build_mesh(mesh))
     source = random.Random(seed)
     for step in range(6):
-        likely = source.choice([0.0, 0.2, 0.5, 0.9])
-        given = [
-            [
-                batch(step + 99 * micro, each, source.random() < likely, require_grad=require_grad)
-                for each in range(world)
-            ]
-            for micro in range(micro_batches)
-        ]
+        likely = 1.0 if step == 3 else source.choice([0.0, 0.2, 0.5, 0.9])
+        given = []
+        for micro in range(micro_batches):
+            by_rank = []
+            for each in range(world):
+                # In one step all experts are called.
+                chosen = [each % EXPERTS, (each + 1) % EXPERTS] if step == 3 else None
+                has_image = source.random() < likely
+                seed = step + 99 * micro
+                by_rank.append(batch(seed, each, has_image, chosen, require_grad))
+            given.append(by_rank)
         counts = assert_same_step(model, plain, *given)
         if evaluates and step % 3 == 0:
             with torch.no_grad():

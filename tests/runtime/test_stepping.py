@@ -83,16 +83,15 @@ def test_other_optimizers_step(world):
         optimizer.step()
 
 
-def test_a_step_of_gathered_copies_raises(world):
+def test_a_step_of_unsharded_copies_raises(world):
     model = shard_model(net(), reshard_after_forward=False)
     model(torch.rand(2, 4))
-    whole = [param for param in model.parameters() if type(param) is nn.Parameter]
-    assert whole, "nothing is gathered"
-    optimizer = SGD(whole, lr=0.1)
+    copies = [param for param in model.parameters() if type(param) is nn.Parameter]
+    assert copies, "nothing is unsharded"
     with pytest.raises(
-        ShardkitError, match=r"SGD holds \d gathered copies of parameters: .*weight"
+        ShardkitError, match=r"SGD holds \d unsharded copies of parameters: .*weight"
     ):
-        optimizer.step()
+        SGD(copies, lr=0.1).step()
 
 
 # A forward between backward and step, as for an accuracy in the log.
@@ -275,52 +274,40 @@ WARNINGS = {
     "hook": r"AdamW\.step\(\) found hooks of register_hook on 2\.weight",
     "head": "AdamW trains 2 parameters that were added after sharding: 2.weight, 2.bias",
     "layer": "AdamW trains 2 parameters that were added after sharding: 1.weight, 1.bias",
-    "forward": r"AdamW\.step\(\) found 2\.weight changed while gathered",
-    "program": r"AdamW\.step\(\) found 2\.weight changed while gathered",
+    "forward": r"AdamW\.step\(\) found 2\.weight changed while unsharded",
+    "program": r"AdamW\.step\(\) found 2\.weight changed while unsharded",
 }
 
 
-@pytest.mark.parametrize("lost", WARNINGS)
-def test_a_warning_once_of_what_is_lost(caplog, lost):
+@pytest.mark.parametrize(
+    ("lost", "steps_before"),
+    [*((lost, False) for lost in WARNINGS), ("hook", True), ("program", True)],
+)
+def test_a_warning_once_of_what_is_lost(caplog, lost, steps_before):
     ranks._warned.clear()
     with fake_world(2), caplog.at_level(logging.WARNING, "shardkit"):
         model = shard_model(net(), ignored_params=["0.bias"], reshard_after_forward=False)
         caplog.clear()
+        if lost in ("head", "layer"):
+            model[2 if lost == "head" else 1] = nn.Linear(4, 4)
+        optimizers = [AdamW(model.parameters()) for _ in range(2)]
+        if steps_before:
+            backward(model)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert caplog.messages == []
         if lost == "hook":
             model[2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
         elif lost == "forward":
             model[2].register_forward_pre_hook(
                 lambda module, _: nn.init.ones_(module.weight).sum() and None
             )
-        elif lost in ("head", "layer"):
-            model[2 if lost == "head" else 1] = nn.Linear(4, 4)
-        optimizers = [AdamW(model.parameters()) for _ in range(2)]
-        if lost == "program":
-            model(torch.rand(2, 4))  # as an evaluation with grad, which leaves the root gathered
+        elif lost == "program":
+            model(torch.rand(2, 4))  # as an evaluation with grad, which leaves the root unsharded
             nn.init.ones_(model[2].weight)
         for optimizer in optimizers * 2:
             backward(model)
             optimizer.step()
-    (text,) = caplog.messages
-    assert re.match(WARNINGS[lost], text)
-
-
-@pytest.mark.parametrize("lost", ["hook", "program"])
-def test_a_warning_of_what_is_lost_after_the_first_step(caplog, lost):
-    ranks._warned.clear()
-    with fake_world(2), caplog.at_level(logging.WARNING, "shardkit"):
-        model = shard_model(net(), reshard_after_forward=False)
-        optimizer = AdamW(model.parameters())
-        backward(model)
-        optimizer.step()
-        assert caplog.messages == []
-        if lost == "hook":
-            model[2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
-        else:
-            model(torch.rand(2, 4))  # as an evaluation with grad, which leaves the root gathered
-            nn.init.ones_(model[2].weight)
-        backward(model)
-        optimizer.step()
     (text,) = caplog.messages
     assert re.match(WARNINGS[lost], text)
 
