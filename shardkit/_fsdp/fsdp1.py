@@ -44,16 +44,16 @@ def run_callable(
     torch's own walk, with a wrapper that only takes note and returns the module (torch 2.11 to
     2.13).
     """
-    found: dict[nn.Module, dict[str, Any]] = {}
+    wrapped: dict[nn.Module, dict[str, Any]] = {}
 
     def take_note(module: nn.Module) -> nn.Module:
-        found[module] = {}
+        wrapped[module] = {}
         return module
 
     torch.distributed.fsdp.wrap._recursive_wrap(
         model, policy, take_note, ignored_modules, ignored_params, only_wrap_children=True
     )
-    return found
+    return wrapped
 
 
 def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:

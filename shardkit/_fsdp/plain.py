@@ -23,10 +23,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.tensor import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import (
@@ -188,31 +186,24 @@ class PlainShard(FSDPParam):
                     f"{tuple(self.flat(local).shape)}. Write full values in "
                     "FSDP.summon_full_params(model)."
                 )
-            self.copy_in(plain.detach())
+            self.take_up()
         if plain.requires_grad != self.sharded_param.requires_grad:
             self.sharded_param.requires_grad_(plain.requires_grad)
             self.has_changed = True
 
     @torch.no_grad()
-    def copy_in(self, values: Tensor) -> None:
-        """Copy values to a new storage, padded as FSDP2 all-gathers it.
-
-        The program may still use the old one.
+    def take_up(self) -> None:
+        """Copy the plain parameter's values into new memory of the DTensor, as torch pads and pins
+        it, and share that. The program may still use the old one.
         """
-        local = self.sharded_param._local_tensor
-        padded = torch.zeros(
-            self.padded_sharded_param_size, dtype=local.dtype, device=values.device
-        )
-        if self.pin_memory:
-            padded = padded.pin_memory()
-        dim = self.fsdp_placement.dim
-        local = (
-            padded.narrow(dim, 0, local.size(dim)) if local.numel() else padded.narrow(dim, 0, 0)
-        )
-        local.copy_(values.view(self.sharded_size))
-        self._sharded_param_data = padded.view(-1)
-        self.sharded_param._local_tensor = local
-        self.plain.data = self.flat(local)
+        sharded, registry = self.sharded_param, self._module_info.module._parameters
+        values = self.plain.detach().to(sharded.dtype, copy=True)
+        sharded._local_tensor = values.view(self.sharded_size)
+        registered = registry[self._module_info.param_name]
+        registry[self._module_info.param_name] = sharded
+        super().reset_sharded_param()  # type: ignore[no-untyped-call]
+        registry[self._module_info.param_name] = registered
+        self.plain.data = self.flat(sharded._local_tensor)
 
     def convert(self) -> None:
         """Make the DTensor one of the plain parameter's dtype."""
@@ -222,13 +213,12 @@ class PlainShard(FSDPParam):
         self.sharded_param = nn.Parameter(old.detach().to(self.plain.dtype), old.requires_grad)
         set_post_accumulate_hooks(self.sharded_param, self.own_hooks)
         self.sharded_param.__dict__ = self.plain.__dict__
-        self._sharding_spec = self.sharded_param._spec
         self.has_changed = True
         if hasattr(self, "_unsharded_param"):  # FSDP2 makes it once, at the first forward
             del self._unsharded_param
             share_attributes(self)
             self.all_gather_outputs = []
-        self.copy_in(self.plain.detach())
+        self.take_up()
 
 
 def _take_gradient(weak: ref[PlainShard], sharded: nn.Parameter) -> None:
@@ -315,11 +305,6 @@ def show_plain(model: nn.Module) -> None:
 
 def plain_units(model: nn.Module) -> list[PlainUnit]:
     return [unit for unit in fsdp_units(model) if isinstance(unit, PlainUnit)]
-
-
-def layout_of(param: PlainShard) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the mesh and the placements by which ranks have parts of a parameter."""
-    return param._sharding_spec.mesh, param._sharding_spec.placements
 
 
 def plain_of_unsharded(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:

@@ -51,24 +51,25 @@ def local_tensors(
     """
     # Comprehensions without calls, because this runs for every tensor in every step.
     try:  # as a rule all are DTensors, and placed alike
-        found = [
+        local = [
             x._local_tensor
             for x, layout in zip(tensors, layouts, strict=True)
             if x._spec.placements == layout
         ]
-        if len(found) == len(tensors):
-            return found
+        if len(local) == len(tensors):
+            return local
     except AttributeError:
         if not any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
             return tensors
-    return [
-        x
-        if not isinstance(x, DTensor)
-        else x._local_tensor
-        if x._spec.placements == layout
-        else otherwise(x, param)
-        for x, param, layout in zip(tensors, params, layouts, strict=True)
-    ]
+    local = []
+    for x, param, layout in zip(tensors, params, layouts, strict=True):
+        if not isinstance(x, DTensor):
+            local.append(x)
+        elif x._spec.placements == layout:
+            local.append(x._local_tensor)
+        else:
+            local.append(otherwise(x, param))
+    return local
 
 
 def redistributed(grad: DTensor, param: Any) -> Tensor:

@@ -60,7 +60,7 @@ def accumulate(
         model: an FSDP root, a part of one, or a module around several roots. Plain parameters
             accumulate as usual.
         last: whether this is the last micro-batch of the step, after which gradients are complete.
-        keep_unsharded: True gathers the parameters of each unit once for all micro-batches, so none
+        keep_unsharded: True unshards the parameters of each unit once for all micro-batches, so none
             may change in between. False frees them after each backward. None keeps those with
             ``reshard_after_forward=False``; ``"frozen"`` also those of units without a trained
             parameter, which have no gradients to hold.
@@ -70,8 +70,7 @@ def accumulate(
             mesh zeros are reduced for them from then on, in units that are used in part.
 
     Raises:
-        ShardkitError: ``optimizer_in_backward`` steps the parameters, ``model`` is not a module, or
-            ``keep_unsharded`` is another string.
+        ShardkitError: ``optimizer_in_backward`` steps the parameters, or ``model`` is not a module.
 
     Examples:
         >>> for i, (inputs, targets) in enumerate(micro_batches):
@@ -84,10 +83,6 @@ def accumulate(
         raise ShardkitError(
             "model is stepped by optimizer_in_backward as soon as there is a gradient, so none can "
             "be accumulated. Use one large batch, or an ordinary optimizer."
-        )
-    if keep_unsharded not in (None, False, True, "frozen"):
-        raise ShardkitError(
-            f'keep_unsharded must be True, False, None or "frozen", got {keep_unsharded!r}.'
         )
     watch_gradients(model)
     units = fsdp_units(model)

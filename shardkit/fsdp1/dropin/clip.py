@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._fsdp.collectives import has_gradient
-from shardkit._fsdp.plain import layout_of, plain_units
+from shardkit._fsdp.plain import plain_units
 from shardkit.errors import ShardkitError
 from shardkit.grads.clip import Bucket, scale_to, total_norm
 
@@ -26,7 +26,7 @@ def clip_grad_norm_(wrapper: nn.Module, max_norm: float, p: float) -> Tensor:
                     f"{param.fqn} has a gradient that is not reduced yet. Clip after a backward "
                     "outside of no_sync()."
                 )
-            layout = layout_of(param)
+            layout = param.sharded_param.device_mesh, param.sharded_param.placements
             bucket = buckets.setdefault(layout, Bucket(*layout))
             if param.plain.grad is not None:
                 bucket.grads.append(param.plain.grad)
