@@ -253,6 +253,7 @@ class _Forward:
         return Call(place, any(call.grad for call in alike), alike[0].tracked)
 
     def _end(self) -> None:
+        """Keep the order if it has all units that may be skipped."""
         called = {call.place for call in self._calls}
         skippable = {place for place, unit in enumerate(self.caller.calls) if unit.may_skip}
         if skippable <= called:
