@@ -280,7 +280,7 @@ def _power_sum(alike: list[list[Tensor]], p: float, device: torch.device) -> Ten
             grads = [grad for grad in grads if grad.numel()]
         if grads:
             dtype = torch.promote_types(grads[0].dtype, torch.float32)
-            by_grad = torch.stack(steps.forby_grad(grads, p, dtype=dtype))
+            by_grad = torch.stack(steps.foreach_norm(grads, p, dtype=dtype))
             norms.append(by_grad.to(device, torch.float64))
     flat = torch.cat(norms)
     return flat.max() if p == math.inf else flat.pow(p).sum()
