@@ -25,9 +25,6 @@ from shardkit.fsdp1.translate.notes import SUPPORT as SUPPORT
 from shardkit.fsdp1.translate.notes import Note as Note
 from shardkit.fsdp1.translate.notes import Support as Support
 from shardkit.fsdp1.translate.shard import Translation as Translation
-from shardkit.fsdp1.translate.strategy import Resolved as Resolved
-from shardkit.fsdp1.translate.strategy import parse_strategy as parse_strategy
-from shardkit.fsdp1.translate.strategy import resolve_strategy as resolve_strategy
 
 if (
     typing.TYPE_CHECKING

@@ -14,7 +14,7 @@ from shardkit.errors import TranslationError, listing
 from shardkit.fsdp1.configs import keys
 from shardkit.fsdp1.configs.reader import Config
 from shardkit.fsdp1.configs.target import Ranks, Target
-from shardkit.fsdp1.translate.strategy import RESHARDING, parse_strategy, resolve_strategy
+from shardkit.fsdp1.translate.strategy import RESHARDING, mesh_of_strategy, parse_strategy
 from shardkit.plan import MeshSpec
 
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
@@ -158,7 +158,7 @@ def _mesh_of_strategy(config: Config, ranks: Ranks, strategy: ShardingStrategy) 
             config.problem("sharding_strategy", problem, "Pass world_size=16, or --world 16")
         return None
     try:
-        return resolve_strategy(strategy, ranks.world_size, ranks.per_node).mesh
+        return mesh_of_strategy(strategy, ranks.world_size, ranks.per_node)
     except TranslationError as error:
         config.problems.append(str(error))
         return None

@@ -19,7 +19,7 @@ from shardkit._fsdp.fsdp1 import full_precision_classes, set_cast_forward_inputs
 from shardkit._fsdp.plain import as_dtensors, show_plain, to_plain
 from shardkit.apply.mesh import build_mesh, ensure_process_group
 from shardkit.fsdp1.dropin.record import Record, inner_of, is_wrapper, record_of
-from shardkit.fsdp1.translate import casts_inputs, translate
+from shardkit.fsdp1.translate import casts_inputs, make_translation
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation, cast_buffers, mesh_for, shard_translated
 from shardkit.fsdp1.translate.strategy import (
@@ -69,7 +69,7 @@ def construct(
     with as_dtensors(module):  # what is wrapped below; its shards differ between ranks
         translation, mesh = shard_translated(
             module,
-            lambda: translate(module, given, list(inner)),
+            lambda: make_translation(module, given, list(inner)),
             groups_to_agree(given.process_group, given.device_mesh),
             _shared_mesh,
             any_start=True,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit._fsdp.fsdp1 import full_precision_classes
 from shardkit.apply.validate import check_unsharded
-from shardkit.errors import PlanError, TranslationError, listing, message
+from shardkit.errors import PlanError, TranslationError, listing
 from shardkit.fsdp1.translate.arguments import (
     Arguments,
     check_precision,
@@ -30,8 +30,8 @@ from shardkit.fsdp1.translate.strategy import (
     HYBRID,
     RESHARDING,
     groups_to_agree,
+    mesh_of_arguments,
     parse_strategy,
-    place_of,
 )
 from shardkit.plan.types import ancestors
 from shardkit.planning.build import plan_from_units
@@ -84,7 +84,7 @@ def translate_fsdp1(
         >>> str(translation.plan.mesh)
         'dp_replicate=4 x dp_shard=1'
     """
-    return translate(model, Arguments.of(locals()))
+    return make_translation(model, Arguments.of(locals()))
 
 
 def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
@@ -115,137 +115,137 @@ def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
     return model
 
 
-def translate(model: nn.Module, given: Arguments, apart: Collection[str] = ()) -> Translation:
-    """``translate_fsdp1`` for a model of which the drop-in has wrapped the modules ``apart``."""
-    try:
-        return _translate(model, given, tuple(apart))
-    except PlanError as error:
-        raise TranslationError(str(error)) from error
-
-
-def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Translation:
-    tree = ModelTree(model)
-    mesh = given.device_mesh if isinstance(given.device_mesh, DeviceMesh) else None
-    check_unwrapped(model)
-    check_unsharded(tree, mesh, apart)
-    check_precision(given.mixed_precision)
-
-    strategy = parse_strategy(given.sharding_strategy)
-    place = place_of(
-        strategy,
-        given.process_group,
-        given.device_mesh,
-        given.ranks_per_node,
-        given.world_size,
-    )
-    modules, params = ignored_by(given.ignored_modules, given.ignored_states)
-    wrapped = wrapped_by(
-        model,
-        given.auto_wrap_policy,
-        given.mixed_precision,
-        modules,
-        params,
-        given.for_policies(),
-    )
-    for fqn, own in wrapped.items():
-        _check_own(fqn, own, strategy)
-    classes = full_precision_classes(given.mixed_precision)
-    in_float32 = {fqn for fqn in wrapped if isinstance(model.get_submodule(fqn), classes)}
-    precisions = {"": given.mixed_precision}
-    for fqn, own in wrapped.items():
-        precisions[fqn] = own.get("mixed_precision", given.mixed_precision)
-        if fqn in in_float32:
-            precisions[fqn] = None
-    left_alone = [
-        fqn
-        for fqn, param in tree.params.items()
-        if param in params or fqn.startswith(tuple(f"{module}." for module in apart))
-    ]
-    units = {}
-    for fqn, own in [*wrapped.items(), ("", {})]:
-        units[fqn] = _settings(fqn, own, given, precisions)
-    for fqn in in_float32:
-        around = precisions[innermost(fqn.rpartition(".")[0], precisions)]
-        units[fqn]["mp_policy"] = _full_precision(around)
-    plan = plan_from_units(
-        tree, units, place.spec, ignored=left_alone, prefetch=int(given.forward_prefetch)
-    )
-    notes = notes_on(model, given, strategy, wrapped, plan)
-    if given.sync_module_states:
-        plan = replace(plan, notes=(*plan.notes, _SYNC))
-    return Translation(
-        plan=plan,
-        notes=notes,
-        device_mesh=place.device_mesh,
-        process_groups=place.groups,
-        device=device_of(given.device_id),
-        param_init_fn=given.param_init_fn,
-        sync_module_states=given.sync_module_states,
-        buffer_dtypes=_buffer_dtypes(model, modules, precisions),
-        ignored_modules=tuple(fqn for fqn, each in model.named_modules() if each in modules),
-        wrapped=wrapped,
-        apart=apart,
-    )
-
-
-# --- Settings of units ---------------------------------------------------------------------------
-
 # What a CustomPolicy may set for one module: settings of a unit, and some that FSDP2 does not have.
 _OF_A_UNIT = ("sharding_strategy", "mixed_precision", "cpu_offload")
-_FSDP2S_OWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
-_SYNC = (
+_NOT_IN_FSDP2 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
+_SYNC_NOTE = (
     "the first rank's parameters and buffers are broadcast before sharding, which a plan does not "
     "do: apply the translation or its to_python(), or pass sync_module_states=True"
 )
 
 
-def _check_own(fqn: str, own: Mapping[str, Any], strategy: fsdp.ShardingStrategy) -> None:
-    """Raise TranslationError for what a CustomPolicy cannot set for one module alone."""
-    rule = "Only reshard_after_forward and the policies can differ between units of a plan"
-    others = [name for name in own if name not in (*_OF_A_UNIT, *_FSDP2S_OWN)]
-    if others:
-        problem = f"sets {listing(others)} for {fqn} alone"
-        fix = "Pass it for the whole model"
-        raise TranslationError(message("auto_wrap_policy", problem, rule, fix))
-    other = parse_strategy(own.get("sharding_strategy", strategy))
-    same_mesh = (other.name in HYBRID) == (strategy.name in HYBRID)
-    if not same_mesh or (other.name == "NO_SHARD") != (strategy.name == "NO_SHARD"):
-        problem = f"sets {other.name} for {fqn} in {strategy.name}"
-        fix = "Use strategies of one mesh, or shard these modules by fully_shard on their own mesh"
-        raise TranslationError(message("auto_wrap_policy", problem, rule, fix))
+def make_translation(
+    model: nn.Module, given: Arguments, wrapped_before: Collection[str] = ()
+) -> Translation:
+    """``translate_fsdp1`` for a model of which the drop-in may have wrapped modules before."""
+    try:
+        return _make_translation(model, given, tuple(wrapped_before))
+    except PlanError as error:
+        raise TranslationError(str(error)) from error
 
 
-def _settings(
-    fqn: str,
-    own: Mapping[str, Any],
-    given: Arguments,
-    precisions: Mapping[str, fsdp.MixedPrecision | None],
-) -> Overrides:
-    """Return the settings of the unit of a wrapped module, or of the root, ``""``."""
-    strategy = parse_strategy(own.get("sharding_strategy", given.sharding_strategy))
-    return Overrides(
-        # FSDP1 never reshards its root after forward, since backward needs it at once.
-        reshard_after_forward=fqn != "" and strategy.name in RESHARDING,
-        mp_policy=mp_policy_of(precisions[fqn], is_root=not fqn),
-        offload_policy=_offload_policy(own.get("cpu_offload", given.cpu_offload), given.device_id),
+def _make_translation(
+    model: nn.Module, given: Arguments, wrapped_before: tuple[str, ...]
+) -> Translation:
+    tree = ModelTree(model)
+    check_unwrapped(model)
+    mesh = given.device_mesh if isinstance(given.device_mesh, DeviceMesh) else None
+    check_unsharded(tree, mesh, wrapped_before)
+    check_precision(given.mixed_precision)
+
+    strategy = parse_strategy(given.sharding_strategy)
+    spec, device_mesh, process_groups = mesh_of_arguments(
+        strategy, given.process_group, given.device_mesh, given.ranks_per_node, given.world_size
+    )
+
+    # The modules that FSDP1 would wrap, each with the arguments that a CustomPolicy gave for it.
+    ignored_modules, ignored_params = ignored_by(given.ignored_modules, given.ignored_states)
+    wrapped = wrapped_by(
+        model,
+        given.auto_wrap_policy,
+        given.mixed_precision,
+        ignored_modules,
+        ignored_params,
+        given.for_policies(),
+    )
+    for fqn, own_arguments in wrapped.items():
+        _check_own_arguments(fqn, own_arguments, strategy)
+
+    # Their precision; BatchNorm stays in float32.
+    batch_norms = full_precision_classes(given.mixed_precision)
+    in_float32 = []
+    precisions = {"": given.mixed_precision}
+    for fqn, own_arguments in wrapped.items():
+        precisions[fqn] = own_arguments.get("mixed_precision", given.mixed_precision)
+        if isinstance(model.get_submodule(fqn), batch_norms):
+            precisions[fqn] = None
+            in_float32.append(fqn)
+
+    # Each is a unit, and so is the root.
+    units = {}
+    for fqn, own_arguments in [*wrapped.items(), ("", {})]:
+        own_strategy = parse_strategy(own_arguments.get("sharding_strategy", strategy))
+        cpu_offload = own_arguments.get("cpu_offload", given.cpu_offload)
+        units[fqn] = Overrides(
+            # FSDP1 never reshards its root after forward, since backward needs it at once.
+            reshard_after_forward=fqn != "" and own_strategy.name in RESHARDING,
+            mp_policy=_mp_policy(precisions[fqn], is_root=not fqn),
+            offload_policy=_offload_policy(cpu_offload, given.device_id),
+        )
+    for fqn in in_float32:
+        around = precisions[_unit_around(fqn.rpartition(".")[0], precisions)]
+        units[fqn]["mp_policy"] = _in_float32(around)
+
+    ignored = []
+    below = tuple(f"{fqn}." for fqn in wrapped_before)
+    for fqn, param in tree.params.items():
+        if param in ignored_params or fqn.startswith(below):
+            ignored.append(fqn)
+    plan = plan_from_units(tree, units, spec, ignored=ignored, prefetch=int(given.forward_prefetch))
+    notes = notes_on(model, given, strategy, wrapped, plan)
+    if given.sync_module_states:
+        plan = replace(plan, notes=(*plan.notes, _SYNC_NOTE))
+    return Translation(
+        plan=plan,
+        notes=notes,
+        device_mesh=device_mesh,
+        process_groups=process_groups,
+        device=device_of(given.device_id),
+        param_init_fn=given.param_init_fn,
+        sync_module_states=given.sync_module_states,
+        buffer_dtypes=_buffer_dtypes(model, ignored_modules, precisions),
+        ignored_modules=tuple(fqn for fqn, m in model.named_modules() if m in ignored_modules),
+        wrapped=wrapped,
+        wrapped_before=wrapped_before,
     )
 
 
-def innermost(fqn: str, units: Collection[str]) -> str:
+def _check_own_arguments(
+    fqn: str, own_arguments: Mapping[str, Any], strategy: fsdp.ShardingStrategy
+) -> None:
+    """Raise TranslationError for what a CustomPolicy cannot set for one module alone."""
+    allowed = (*_OF_A_UNIT, *_NOT_IN_FSDP2)
+    others = [name for name in own_arguments if name not in allowed]
+    if others:
+        raise TranslationError(
+            f"auto_wrap_policy sets {listing(others)} for {fqn} alone, and only "
+            "reshard_after_forward and the policies can differ between units of a plan. Pass it "
+            "for the whole model."
+        )
+    other = parse_strategy(own_arguments.get("sharding_strategy", strategy))
+    same_axes = (other.name in HYBRID) == (strategy.name in HYBRID)
+    if not same_axes or (other.name == "NO_SHARD") != (strategy.name == "NO_SHARD"):
+        raise TranslationError(
+            f"auto_wrap_policy sets {other.name} for {fqn} in {strategy.name}, and a plan has one "
+            "mesh. Use strategies of one mesh, or shard these modules by fully_shard on their own."
+        )
+
+
+def _unit_around(fqn: str, units: Collection[str]) -> str:
     """Return the innermost of ``units`` at or around the module ``fqn``; the root is one."""
     return next(name for name in (fqn, *ancestors(fqn)) if name in units)
 
 
-def mp_policy_of(
+def _mp_policy(
     precision: fsdp.MixedPrecision | None, *, is_root: bool
 ) -> fsdp.MixedPrecisionPolicy:
-    """FSDP1 reduces in ``param_dtype`` if ``reduce_dtype`` is None; FSDP2 not since torch 2.15."""
     if precision is None:
         return fsdp.MixedPrecisionPolicy()
     if precision.param_dtype is None:
         return fsdp.MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
     return fsdp.MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
+        # FSDP1 reduces in param_dtype if it is None; FSDP2 not since torch 2.15.
         reduce_dtype=precision.reduce_dtype or precision.param_dtype,
         cast_forward_inputs=casts_inputs(precision, is_root),
     )
@@ -256,7 +256,7 @@ def casts_inputs(precision: fsdp.MixedPrecision, is_root: bool) -> bool:
     return precision.cast_forward_inputs or (is_root and precision.cast_root_forward_inputs)
 
 
-def _full_precision(around: fsdp.MixedPrecision | None) -> fsdp.MixedPrecisionPolicy:
+def _in_float32(around: fsdp.MixedPrecision | None) -> fsdp.MixedPrecisionPolicy:
     """For BatchNorm: cast inputs to float32 and outputs back, as hooks of FSDP1 did."""
     if around is None or around.param_dtype in (None, torch.float32):
         return fsdp.MixedPrecisionPolicy()
@@ -274,17 +274,17 @@ def _offload_policy(cpu_offload: fsdp.CPUOffload | None, device_id: Any) -> fsdp
 
 def _buffer_dtypes(
     model: nn.Module,
-    ignored: Collection[nn.Module],
+    ignored_modules: Collection[nn.Module],
     precisions: Mapping[str, fsdp.MixedPrecision | None],
 ) -> dict[str, torch.dtype]:
     """Return what FSDP1 casts each buffer to at the first forward: as the unit around it says."""
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for name, buffer in model.named_buffers():
         fqn = name.rpartition(".")[0]
-        precision = precisions[innermost(fqn, precisions)]
+        precision = precisions[_unit_around(fqn, precisions)]
         dtype = precision.buffer_dtype if precision is not None else None
         if dtype is None or not buffer.is_floating_point():
             continue
-        if model.get_submodule(fqn) not in ignored:
-            found[name] = dtype
-    return found
+        if model.get_submodule(fqn) not in ignored_modules:
+            dtypes[name] = dtype
+    return dtypes

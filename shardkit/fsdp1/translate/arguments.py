@@ -1,4 +1,4 @@
-"""The arguments of FSDP1's constructor, and the checks of each."""
+"""The arguments of FSDP1's constructor, and checks of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP  # before it is replaced
 
-from shardkit.errors import TranslationError, listing, message
+from shardkit.errors import TranslationError, listing
 from shardkit.ranks import accelerator
 
 
@@ -46,46 +46,49 @@ class Arguments:
                 object.__setattr__(self, name, list(getattr(self, name)))
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Arguments:
+    def of(cls, variables: dict[str, Any]) -> Arguments:
         """Collect them from the local variables of a function that has them as parameters."""
-        return cls(**{item.name: given[item.name] for item in fields(cls) if item.name in given})
+        names = [item.name for item in fields(cls) if item.name in variables]
+        return cls(**{name: variables[name] for name in names})
 
     def changed(self) -> dict[str, Any]:
         """Return those that differ from their default, in the order of the signature."""
-        found = {}
+        changed = {}
         for item in fields(self):
             value = getattr(self, item.name)
             if value is not item.default and (item.default is None or value != item.default):
-                found[item.name] = value
-        return found
+                changed[item.name] = value
+        return changed
 
     def for_policies(self) -> dict[str, Any]:
         """Return those that FSDP1 passes to a policy object."""
-        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        arguments = {item.name: getattr(self, item.name) for item in fields(self)}
         for name in ("auto_wrap_policy", "ignored_modules", "ranks_per_node", "world_size"):
-            del given[name]
-        return given
+            del arguments[name]
+        return arguments
 
 
 def check_precision(mixed_precision: fsdp.MixedPrecision | None) -> None:
     """Raise TranslationError if FSDP1 would evaluate without it, which FSDP2 cannot do."""
     if mixed_precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
-        problem = "is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"
-        rule = "FSDP2 computes in param_dtype in eval mode too, so losses would differ"
-        fix = "Unset the variable, or evaluate without mixed_precision"
-        raise TranslationError(message("mixed_precision", problem, rule, fix))
+        raise TranslationError(
+            "mixed_precision is set, and FSDP_USE_FULL_PREC_IN_EVAL=1. FSDP2 computes in "
+            "param_dtype in eval mode too, so losses would differ. Unset the variable, or evaluate "
+            "without mixed_precision."
+        )
 
 
 def check_unwrapped(model: nn.Module) -> None:
     """Raise TranslationError if FSDP1 has wrapped the model or part of it."""
-    wrapped = [
-        fqn or "(root)" for fqn, module in model.named_modules() if isinstance(module, TorchFSDP)
-    ]
+    wrapped = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, TorchFSDP):
+            wrapped.append(fqn or "(root)")
     if wrapped:
-        rule = "A translation needs the plain model, since FSDP1 flattens parameters"
-        fix = "Remove FullyShardedDataParallel, wrap() and enable_wrap()"
         raise TranslationError(
-            message(listing(wrapped, 6), "is wrapped by FSDP1 already", rule, fix)
+            f"{listing(wrapped, 6)} is wrapped by FSDP1 already, which flattens parameters, and a "
+            "translation needs the plain model. Remove FullyShardedDataParallel, wrap() and "
+            "enable_wrap()."
         )
 
 

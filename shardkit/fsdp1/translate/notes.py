@@ -96,15 +96,26 @@ def notes_on(
     plan: ShardingPlan,
 ) -> tuple[Note, ...]:
     """Return the notes, in the order of FSDP1's arguments; pure."""
-    answers = ROWS | {
-        "sharding_strategy": f"mapped: mesh {plan.mesh}, reshard_after_forward="
-        f"{strategy.name in RESHARDING}; the root is not resharded after forward, as in FSDP1",
-        "auto_wrap_policy": _units(model, given, wrapped, plan),
-    }
+    answers = dict(ROWS)
+    answers["sharding_strategy"] = (
+        f"mapped: mesh {plan.mesh}, reshard_after_forward={strategy.name in RESHARDING}; the root "
+        "is not resharded after forward, as in FSDP1"
+    )
+    if given.auto_wrap_policy is None:
+        answers["auto_wrap_policy"] = (
+            "noted: the root is the only unit, so the whole model is unsharded at once"
+        )
+    else:
+        classes = {type(model.get_submodule(fqn)).__name__: None for fqn in wrapped}
+        units = f"{len(wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
+        answers["auto_wrap_policy"] = f"mapped: {units}"
+        if plan.notes:
+            answers["auto_wrap_policy"] = f"noted: {units}; the plan's notes list the differences"
     if not given.use_orig_params:
         answers["use_orig_params"] = "noted: Each parameter is a DTensor; FSDP1 had flat parameters"
     if strategy.name not in HYBRID:
         answers["ranks_per_node"] = f"implied: {strategy.name} does not ask for it"
+
     values = given.changed() | {
         "module": model,
         "sharding_strategy": strategy,
@@ -112,31 +123,19 @@ def notes_on(
         "use_orig_params": given.use_orig_params,
     }
     notes = []
-    for name in (name for name in ROWS if name in values):
+    for name in ROWS:
+        if name not in values:
+            continue
         value = values[name]
         notes.append(Note.of(name, value, answers[name]))
         for item in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
-            # Also a default that FSDP2 does not share.
+            field_value = getattr(value, item.name)
+            # This default differs from FSDP2's.
             differs = item.name == "cast_forward_inputs" and value.param_dtype is not None
-            if getattr(value, item.name) != item.default or differs:
+            if field_value != item.default or differs:
                 field = f"{name}.{item.name}"
-                notes.append(Note.of(field, getattr(value, item.name), answers[field]))
+                notes.append(Note.of(field, field_value, answers[field]))
     return tuple(notes)
-
-
-def _units(
-    model: nn.Module,
-    given: Arguments,
-    wrapped: Mapping[str, Mapping[str, Any]],
-    plan: ShardingPlan,
-) -> str:
-    if given.auto_wrap_policy is None:
-        return "noted: the root is the only unit, so the whole model is gathered at once"
-    classes = {type(model.get_submodule(fqn)).__name__: None for fqn in wrapped}
-    text = f"{len(wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
-    if plan.notes:
-        return f"noted: {text}; the plan's notes list the differences"
-    return f"mapped: {text}"
 
 
 def shown(value: Any) -> str:

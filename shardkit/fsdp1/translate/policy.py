@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardkit._fsdp.fsdp1 import FSDP1Policy, full_precision_classes, run_callable, run_fsdp1_policy
-from shardkit.errors import TranslationError, message
+from shardkit.errors import TranslationError
 
 
 def wrapped_by(
@@ -27,42 +27,45 @@ def wrapped_by(
     """
     if policy is None:
         return {}
-    if isinstance(policy, type):
-        policy = {policy}
-    apart = full_precision_classes(mixed_precision)
+    batch_norms = full_precision_classes(mixed_precision)
     try:
+        if isinstance(policy, type):
+            policy = {policy}
         if isinstance(policy, (set, frozenset, list, tuple)):
             policy = ModuleWrapPolicy(set(policy))
         if isinstance(policy, FSDP1Policy):
-            found = run_fsdp1_policy(policy, model, ignored_modules, arguments)
+            chosen = run_fsdp1_policy(policy, model, ignored_modules, arguments)
         else:
-            found = run_callable(
-                _or_apart(policy, apart) if mixed_precision else policy,
-                model,
-                ignored_modules,
-                ignored_params,
-            )
+            if mixed_precision:
+                policy = _or_batch_norm(policy, batch_norms)
+            chosen = run_callable(policy, model, ignored_modules, ignored_params)
     except Exception as error:  # whatever a user's policy raises
-        problem = f"{policy!r} raised {type(error).__name__}: {error}"
-        rule = "It is called as FSDP1 calls it: policy(module=, recurse=, nonwrapped_numel=)"
-        fix = "Bind its other arguments with functools.partial"
-        raise TranslationError(message("auto_wrap_policy", problem, rule, fix)) from error
-    wrapped = {}
+        raise TranslationError(
+            f"auto_wrap_policy {policy!r} raised {type(error).__name__}: {error}. It is called as "
+            "FSDP1 calls it: policy(module=, recurse=, nonwrapped_numel=). Bind its other "
+            "arguments with functools.partial."
+        ) from error
+
+    wrapped: dict[str, dict[str, Any]] = {}
     for fqn, module in model.named_modules():
-        if module in found and fqn:
-            given = found[module].items()
-            wrapped[fqn] = {k: v for k, v in given if v is not arguments.get(k, given)}
-        elif isinstance(module, apart) and fqn and module not in ignored_modules:
+        if not fqn:
+            continue
+        if module in chosen:
+            wrapped[fqn] = {}
+            for name, value in chosen[module].items():
+                if name not in arguments or value is not arguments[name]:
+                    wrapped[fqn][name] = value
+        elif isinstance(module, batch_norms) and module not in ignored_modules:
             wrapped[fqn] = {}
     return wrapped
 
 
-def _or_apart(policy: Any, apart: tuple[type[nn.Module], ...]) -> Any:
+def _or_batch_norm(policy: Any, batch_norms: tuple[type[nn.Module], ...]) -> Any:
     """Return the policy that FSDP1 makes of a callable one under mixed precision."""
 
     def either(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         wraps = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
-        return wraps or recurse or isinstance(module, apart)
+        return wraps or recurse or isinstance(module, batch_norms)
 
     return either
 

@@ -1,11 +1,9 @@
-"""A translation, and sharding a model by it: the only part of ``translate`` that
-changes a model.
-"""
+"""A translation, and sharding a model by it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -28,14 +26,13 @@ from shardkit.apply.init_sync import (
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
 from shardkit.apply.shard import plan_facts, shard_units
 from shardkit.apply.validate import check_plan
-from shardkit.errors import PlanError, TranslationError, listing, message
+from shardkit.errors import PlanError, TranslationError, listing
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.strategy import groups_to_agree
 from shardkit.meta import is_recorded, materialize
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.ranks import (
     Groups,
-    accelerator,
     check_equal,
     device_type,
     max_over_ranks,
@@ -75,7 +72,8 @@ class Translation:
         ignored_modules: FQNs of the modules that FSDP1 ignores.
         wrapped: FQNs of the modules that FSDP1 would have wrapped below the root, each with the
             arguments that a CustomPolicy gave for it.
-        apart: FQNs of modules that are wrapped already; the plan ignores their parameters.
+        wrapped_before: FQNs of modules that earlier calls of the drop-in wrapped, whose parameters
+            the plan ignores.
     """
 
     plan: ShardingPlan
@@ -88,7 +86,7 @@ class Translation:
     buffer_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     ignored_modules: tuple[str, ...] = ()
     wrapped: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    apart: tuple[str, ...] = ()
+    wrapped_before: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Note, ...]:
@@ -124,33 +122,37 @@ class Translation:
 
 def shard_translated(
     model: nn.Module,
-    decide: Callable[[], Translation],
+    make_translation: Callable[[], Translation],
     groups: Groups,
-    mesh_of: Callable[[Translation], DeviceMesh] | None = None,
+    make_mesh: Callable[[Translation], DeviceMesh] | None = None,
     any_start: bool = False,
     after: Callable[[ShardUnit, dict[str, nn.Parameter]], object] | None = None,
 ) -> tuple[Translation, DeviceMesh]:
-    """Shard ``model`` in place as ``decide`` says; return what was decided, and the mesh.
+    """Shard ``model`` in place by a translation; return that and the mesh. Buffers are not cast.
 
-    Collective over ``groups``. An error of ``decide`` on one rank is raised on all. Buffers are not
-    cast. With ``any_start`` ranks may start from different values, as in FSDP1.
+    Collective over ``groups``. An error of ``make_translation`` on one rank is raised on all. With
+    ``any_start`` ranks may start from different values, as in FSDP1. ``after`` is called with each
+    unit when it is sharded.
     """
     ensure_process_group()
     with real_tensors():
+        # Every rank makes its own translation, and checks it. It must be the same on all ranks.
         with raise_on_all_ranks(groups, PlanError):
-            translation = decide()
+            translation = make_translation()
             _check(model, translation)
             recorded = translation.param_init_fn is None and is_recorded(model)
             facts = _facts(model, translation, any_start)
         check_equal(facts, groups, PlanError)
-        # on all ranks: with sync_module_states the first may be real
-        (some_real,) = max_over_ranks([int(not recorded)], groups)
+        (some_unrecorded,) = max_over_ranks([int(not recorded)], groups)
         if not any_start and not translation.sync_module_states:
             check_same_start(model, translation.plan, groups)
-        mesh = (mesh_of or mesh_for)(translation)
-    prepare = _UnitStates(model, translation, mesh) if some_real else None
-    shard_units(model, translation.plan, mesh, before=prepare, after=after)
-    if not some_real:
+        mesh = (make_mesh or mesh_for)(translation)
+
+    # A model recorded by init_on_meta gets its values after sharding; with sync_module_states the
+    # first rank may have built it without, and then no rank replays.
+    before = _UnitInitializer(model, translation, mesh) if some_unrecorded else None
+    shard_units(model, translation.plan, mesh, before=before, after=after)
+    if not some_unrecorded:
         materialize(model)
     reduce_unused(model.modules(), beside_used=True)
     return translation, mesh
@@ -165,7 +167,7 @@ def _facts(model: nn.Module, translation: Translation, any_start: bool) -> dict[
     if syncs:
         check_can_broadcast(states_of(model))
         # A meta rank may begin in another dtype than the first, and cast in param_init_fn.
-        params = (spec._replace(dtype=torch.float32) for spec in plan.params)
+        params = [spec._replace(dtype=torch.float32) for spec in plan.params]
         plan = replace(plan, params=tuple(params))
     return {**facts, **plan_facts(plan)}
 
@@ -191,27 +193,23 @@ def mesh_for(translation: Translation) -> DeviceMesh:
 
 def _check(model: nn.Module, translation: Translation) -> None:
     """Raise what can be refused before the model changes."""
-    device, mesh = translation.device, translation.device_mesh
-    allowed = ("cpu", accelerator()) if mesh is None else (mesh.device_type,)
-    if device is not None and device.type not in allowed:
-        problem = f"must be on {' or '.join(dict.fromkeys(allowed))}, got {device}"
-        raise TranslationError(message("device_id", problem, "", "Remove device_id"))
+    mesh = translation.device_mesh
     if not translation.process_groups:
         check_mesh(mesh, translation.plan.mesh)
-    check_plan(model, translation.plan, mesh, translation.apart)
+    check_plan(model, translation.plan, mesh, translation.wrapped_before)
     if translation.param_init_fn is not None or is_recorded(model):
         return
     ignored = translation.ignored_in(model)
-    without = [
-        fqn or "(root)"
-        for fqn, module in model.named_modules()
-        if module not in ignored and _on_meta(module) and not hasattr(module, "reset_parameters")
-    ]
-    if without:
-        problem = "is on the meta device and has no reset_parameters"
-        rule = "FSDP1 initializes a meta module by param_init_fn, or else by reset_parameters"
-        fix = "Pass param_init_fn, or build the model under shardkit.init_on_meta()"
-        raise TranslationError(message(listing(without, 6), problem, rule, fix))
+    cannot_reset = []
+    for fqn, module in model.named_modules():
+        if module not in ignored and _on_meta(module) and not hasattr(module, "reset_parameters"):
+            cannot_reset.append(fqn or "(root)")
+    if cannot_reset:
+        raise TranslationError(
+            f"{listing(cannot_reset, 6)} is on the meta device and has no reset_parameters, by which "
+            "FSDP1 initializes a module without param_init_fn. Pass param_init_fn, or build the "
+            "model under shardkit.init_on_meta()."
+        )
 
 
 def _on_meta(module: nn.Module) -> bool:
@@ -219,7 +217,7 @@ def _on_meta(module: nn.Module) -> bool:
     return any(state.is_meta for state in own)
 
 
-class _UnitStates:
+class _UnitInitializer:
     """Called with each unit right before it is sharded: initializes and broadcasts its values.
 
     As in FSDP1, one unit at a time, so that no rank holds more than its shards and one full unit.
@@ -230,41 +228,45 @@ class _UnitStates:
         self._translation = translation
         self._mesh = mesh
         self._ignored = translation.ignored_in(model)
-        self._synced: dict[int, Tensor] = {}  # by id; keeps the buffers alive
+        self._broadcast: set[Tensor] = set()  # buffers, which units inside of others share
 
     def __call__(self, unit: ShardUnit) -> None:
         """Collective with ``sync_module_states``, else local."""
         groups = self._mesh.get_all_groups()
-        states: list[Tensor] = []
-        params = {fqn: self._model.get_parameter(fqn) for fqn in unit.params}
+        syncs = self._translation.sync_module_states
         with raise_on_all_ranks(groups, TranslationError, call="FullyShardedDataParallel"):
-            modules = list(self._modules(unit))
+            modules = self._modules_of(unit)
             if any(map(_on_meta, modules)):
                 self._initialize(modules)
                 self._tie(unit)
-                params = {fqn: self._model.get_parameter(fqn) for fqn in unit.params}
-            self._check_made(unit, modules, params)
-            if self._translation.sync_module_states:
-                states = [*self._buffers(unit), *params.values()]
-            if any(state.is_meta for state in states):
+            states: dict[str, Tensor] = self._buffers_of(unit) if syncs else {}
+            dtypes = {}
+            for fqn in unit.params:
+                states[fqn] = self._model.get_parameter(fqn)
+                dtypes[f"dtype of {fqn}"] = str(states[fqn].dtype)
+            on_meta = [name for name, state in states.items() if state.is_meta]
+            if on_meta:
                 raise TranslationError(
-                    f"sync_module_states cannot broadcast buffers of ignored modules in {unit.name}, "
-                    "which are on the meta device. Initialize ignored modules before sharding."
+                    f"{listing(on_meta, 6)} is on the meta device after param_init_fn was called, "
+                    "which ignored modules are not passed to. Call module.to_empty(device=..., "
+                    "recurse=False) in it, then initialize, and build ignored modules elsewhere."
                 )
-        dtypes = {f"dtype of {fqn}": str(param.dtype) for fqn, param in params.items()}
         check_equal(dtypes, groups, TranslationError)
-        broadcast_from_first(states, groups, self._mesh.device_type)
+        if syncs:
+            broadcast_from_first(states.values(), groups, self._mesh.device_type)
 
-    def _modules(self, unit: ShardUnit) -> Iterator[nn.Module]:
-        """Yield the modules of the unit, breadth first as in FSDP1, without inner units."""
-        pending = deque(self._model.get_submodule(fqn) for fqn in unit.modules)
+    def _modules_of(self, unit: ShardUnit) -> list[nn.Module]:
+        """Return the modules of the unit, breadth first as in FSDP1, without inner units."""
+        modules = []
         seen = set(self._ignored)
+        pending = deque(self._model.get_submodule(fqn) for fqn in unit.modules)
         while pending:
             module = pending.popleft()
             if module not in seen and not isinstance(module, FSDPModule):
                 seen.add(module)
-                yield module
+                modules.append(module)
                 pending.extend(module.children())
+        return modules
 
     def _initialize(self, modules: list[nn.Module]) -> None:
         """As in FSDP1: ``param_init_fn`` gets every module, else those on meta are reset."""
@@ -278,30 +280,20 @@ class _UnitStates:
                     module.reset_parameters()  # type: ignore[operator]  # checked before
 
     def _tie(self, unit: ShardUnit) -> None:
-        """Tie parameters again: each of their names has got a parameter of its own."""
+        """Tie parameters again: ``to_empty`` gave each of their names a parameter of its own."""
         for spec in self._translation.plan.specs_of(unit):
             for alias in spec.aliases:
                 owner, _, name = alias.rpartition(".")
                 param = self._model.get_parameter(spec.fqn)
                 setattr(self._model.get_submodule(owner), name, param)
 
-    def _check_made(
-        self, unit: ShardUnit, modules: list[nn.Module], params: Mapping[str, nn.Parameter]
-    ) -> None:
-        wrong = [
-            spec.fqn
-            for spec in self._translation.plan.specs_of(unit)
-            if params[spec.fqn].is_meta or params[spec.fqn].shape != spec.shape
-        ]
-        if wrong or any(map(_on_meta, modules)):
-            problem = f"left {listing(wrong, 6) or 'buffers'} of {unit.name} on meta, or reshaped"
-            fix = "Call module.to_empty(device=..., recurse=False) in it, then initialize"
-            raise TranslationError(message("param_init_fn", problem, "", fix))
-
-    def _buffers(self, unit: ShardUnit) -> Iterator[Tensor]:
-        """Yield the buffers at and below the unit, ignored ones too, that no unit before it had."""
+    def _buffers_of(self, unit: ShardUnit) -> dict[str, Tensor]:
+        """Return the buffers at and below the unit, ignored ones too, that no unit before it had."""
+        buffers: dict[str, Tensor] = {}
         for fqn in unit.modules:
-            for _, buffer in sorted(self._model.get_submodule(fqn).named_buffers()):
-                if id(buffer) not in self._synced:
-                    self._synced[id(buffer)] = buffer
-                    yield buffer
+            module = self._model.get_submodule(fqn)
+            for name, buffer in sorted(module.named_buffers(prefix=fqn)):
+                if buffer not in self._broadcast:
+                    self._broadcast.add(buffer)
+                    buffers[name] = buffer
+        return buffers

@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 
 from shardkit import MeshSpec
 from shardkit.errors import TranslationError
-from shardkit.fsdp1 import SUPPORT, Translation, parse_strategy, resolve_strategy, translate_fsdp1
+from shardkit.fsdp1 import SUPPORT, Translation, translate_fsdp1
 from shardkit.fsdp1.translate.notes import ROWS
 from shardkit.testing import fake_world
 
@@ -183,22 +183,13 @@ def assert_nothing_dropped(translation, given):
     ],
 )
 def test_a_strategy_in_any_form_is_a_mesh_and_resharding(strategy, mesh, reshards):
-    enum = ShardingStrategy[strategy]
-    plain = strategy.strip("_")
-    for form in (
-        enum,
-        strategy,
-        plain.lower(),
-        f"ShardingStrategy.{plain}",
-        plain.replace("_", "-"),
-        enum.value,
-    ):
-        assert parse_strategy(form) is enum
-        assert resolve_strategy(form, 8, 4) == (mesh, reshards)
-    where = {"world_size": 8, "ranks_per_node": 4, "auto_wrap_policy": BLOCKS}
-    plan = translate_fsdp1(Decoder(), sharding_strategy=strategy, **where).plan
-    assert (plan.mesh, plan.units[0].reshard_after_forward) == (mesh, reshards)
-    assert plan.units[-1].reshard_after_forward is False  # FSDP1 keeps its root
+    enum, plain = ShardingStrategy[strategy], strategy.strip("_")
+    forms = [enum, strategy, plain.lower(), f"ShardingStrategy.{plain}", plain.replace("_", "-")]
+    for form in [*forms, enum.value]:
+        arguments = {"world_size": 8, "ranks_per_node": 4, "auto_wrap_policy": BLOCKS}
+        plan = translate_fsdp1(Decoder(), sharding_strategy=form, **arguments).plan
+        assert (plan.mesh, plan.units[0].reshard_after_forward) == (mesh, reshards)
+        assert plan.units[-1].reshard_after_forward is False  # FSDP1 keeps its root
 
 
 def test_the_node_size_comes_from_torchrun_an_argument_or_an_error(monkeypatch):
