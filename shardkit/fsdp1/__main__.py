@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shardkit.fsdp1.dropin.replace import run
+from shardkit.fsdp1.dropin.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not program or program[0].startswith("-"):
         parser.parse_args(program[:1])  # --help
         parser.error("which program? Name a file, or -m and a module")
-    run(program[0], program[1:], is_module)
+    run_program(program[0], program[1:], is_module)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import _init_utils
 
-from shardkit.fsdp1.dropin.replace import replace
+from shardkit.fsdp1.dropin.program import replace_torchs_class
 
 PROGRAMS = Path(__file__).parents[1] / "fsdp1" / "dropin" / "programs"
 IMPORT = re.compile(r"^(\s*(?:from|import)\s+)torch\.distributed\.fsdp\b", re.MULTILINE)
@@ -70,7 +70,7 @@ def replaced() -> Iterator[None]:
     forgotten.
     """
     before = {name: dict(vars(sys.modules[name])) for name in FSDP1}
-    replace()
+    replace_torchs_class()
     try:
         with sources(str):
             yield

@@ -37,7 +37,7 @@ QUIET = "SHARDKIT_FSDP1_QUIET"
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
-def construct(
+def shard_and_wrap(
     module: nn.Module, given: Arguments, wrap: Callable[[nn.Module, Record], nn.Module]
 ) -> Record:
     """Shard ``module`` in place, but for what is wrapped below it, and wrap what a policy chooses.
@@ -51,73 +51,67 @@ def construct(
     """
     ensure_process_group()
     given = _with_node(given)
-    inner = _roots_below(module)
-    if is_wrapper(module) or next(module.parameters(), None) is None:  # FSDP1 allows both
+    precision = _precision(given)
+    # The outermost wrappers at and below the module, which this call makes inner ones.
+    wrapped_before = {}
+    for fqn, child in module.named_modules():
+        if is_wrapper(child) and record_of(child).is_root:
+            wrapped_before[fqn] = child
+
+    # FSDP1 allows two wrappers around one module, and modules without parameters.
+    if is_wrapper(module) or next(module.parameters(), None) is None:
         mesh = build_mesh(MeshSpec.sharded(dist.get_world_size()))
-        for wrapper in inner.values():
-            _no_longer_root(wrapper, casts=_precision(given).cast_root_forward_inputs)
-        return Record(given, mesh, is_root=True, precision=_precision(given))
+        for wrapper in wrapped_before.values():
+            _no_longer_root(wrapper, casts=precision.cast_root_forward_inputs)
+        return Record(given, mesh, is_root=True, precision=precision)
 
     def after(unit: ShardUnit, originals: dict[str, nn.Parameter]) -> None:
-        sharded: Any = module.get_submodule(unit.modules[0])
-        slots = {}
+        by_slot = {}
         for fqn, original in originals.items():
             owner, _, name = fqn.rpartition(".")
-            slots[id(module.get_submodule(owner)), name] = original
-        to_plain(sharded, slots)
+            by_slot[id(module.get_submodule(owner)), name] = original
+        sharded: Any = module.get_submodule(unit.modules[0])
+        to_plain(sharded, by_slot)
 
-    with as_dtensors(module):  # what is wrapped below; its shards differ between ranks
+    # Plain parameters of what is wrapped below differ in shape between ranks.
+    with as_dtensors(module):
         translation, mesh = shard_translated(
             module,
-            lambda: make_translation(module, given, list(inner)),
+            lambda: make_translation(module, given, list(wrapped_before)),
             groups_to_agree(given.process_group, given.device_mesh),
             _shared_mesh,
             any_start=True,
             after=after,
         )
     show_plain(module)
-    for wrapper in inner.values():
+    for wrapper in wrapped_before.values():
         _no_longer_root(wrapper)
-    record = Record(given, mesh, is_root=True, precision=_precision(given))
-    _cast_buffers(module, translation, record, list(inner))
+    record = Record(given, mesh, is_root=True, precision=precision)
+
+    # Cast the buffers that no call before has cast, and remember their dtypes for state dicts.
+    below = tuple(f"{fqn}." for fqn in wrapped_before)
+    dtypes = {}
+    for name, dtype in translation.buffer_dtypes.items():
+        if not name.startswith(below):
+            dtypes[name] = dtype
+            record.buffer_dtypes[name] = module.get_buffer(name).dtype
+    cast_buffers(module, replace(translation, buffer_dtypes=dtypes))
+
     _put_wrappers(module, given, translation, mesh, wrap)
     if isinstance(module, FSDPModule):
         install_hooks(module)
-    _say_what_differs(given, translation)
+    _log_what_differs(given, translation)
     return record
 
 
-def _roots_below(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost wrappers at and below ``module``, which this call makes inner ones, by
-    FQN.
-    """
-    found: dict[str, nn.Module] = {}
-    for fqn, child in module.named_modules():
-        if is_wrapper(child) and record_of(child).is_root:
-            found[fqn] = child
-    return found
-
-
 def _no_longer_root(wrapper: nn.Module, casts: bool = False) -> None:
-    """FSDP1's root stays gathered after forward and has its own setting for casting inputs."""
+    """FSDP1's root stays unsharded after forward and has its own setting for casting inputs."""
     record, sharded = record_of(wrapper), inner_of(wrapper)
     record.is_root = False
     if isinstance(sharded, FSDPModule):
         reshards = parse_strategy(record.given.sharding_strategy).name in RESHARDING
         sharded.set_reshard_after_forward(reshards, recurse=False)
         set_cast_forward_inputs(sharded, casts or casts_inputs(record.precision, False))
-
-
-def _cast_buffers(
-    module: nn.Module, translation: Translation, record: Record, inner: list[str]
-) -> None:
-    """Cast the buffers that no inner call has cast, and remember their dtypes for state dicts."""
-    dtypes = {}
-    for name, dtype in translation.buffer_dtypes.items():
-        if not any(name.startswith(f"{fqn}.") for fqn in inner):
-            dtypes[name] = dtype
-            record.buffer_dtypes[name] = module.get_buffer(name).dtype
-    cast_buffers(module, replace(translation, buffer_dtypes=dtypes))
 
 
 def _put_wrappers(
@@ -127,17 +121,14 @@ def _put_wrappers(
     mesh: DeviceMesh,
     wrap: Callable[[nn.Module, Record], nn.Module],
 ) -> None:
-    """Replace each module that the policy chose by its wrapper, wherever it is registered.
-
-    In place.
-    """
-    apart = full_precision_classes(given.mixed_precision)
+    """Replace each module that the policy chose by its wrapper, wherever it is registered."""
+    batch_norms = full_precision_classes(given.mixed_precision)
     wrappers: dict[nn.Module, nn.Module] = {}
-    for fqn, own in translation.wrapped.items():
-        inside = module.get_submodule(fqn)
-        arguments = replace(given, auto_wrap_policy=None, **own)
-        precision = MixedPrecision() if isinstance(inside, apart) else _precision(arguments)
-        wrappers[inside] = wrap(inside, Record(arguments, mesh, is_root=False, precision=precision))
+    for fqn, own_arguments in translation.wrapped.items():
+        inner = module.get_submodule(fqn)
+        arguments = replace(given, auto_wrap_policy=None, **own_arguments)
+        precision = MixedPrecision() if isinstance(inner, batch_norms) else _precision(arguments)
+        wrappers[inner] = wrap(inner, Record(arguments, mesh, is_root=False, precision=precision))
     for parent in list(module.modules()):
         if is_wrapper(parent):
             continue
@@ -150,7 +141,7 @@ def _precision(given: Arguments) -> MixedPrecision:
     return given.mixed_precision or MixedPrecision()
 
 
-def _say_what_differs(given: Arguments, translation: Translation) -> None:
+def _log_what_differs(given: Arguments, translation: Translation) -> None:
     """Log each note on an argument that FSDP2 treats otherwise, once, on rank 0."""
     if os.environ.get(QUIET, "0") not in ("", "0"):
         return

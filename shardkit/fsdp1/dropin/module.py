@@ -26,7 +26,7 @@ from shardkit._fsdp.fsdp1 import (
 )
 from shardkit._fsdp.plain import as_dtensors, follow, plain_of_unsharded, plain_units
 from shardkit.fsdp1.dropin import clip, guards, optim_state, state
-from shardkit.fsdp1.dropin.construct import construct
+from shardkit.fsdp1.dropin.construct import shard_and_wrap
 from shardkit.fsdp1.dropin.record import (
     KEY,
     WRAPPED,
@@ -56,9 +56,8 @@ _ATTRIBUTES: dict[str, Callable[[Record], Any]] = {
     "compute_device": lambda record: device_of(record.mesh),
     "_use_orig_params": lambda record: bool(record.given.use_orig_params),
     "_state_dict_type": lambda record: record.state_dict_settings.state_dict_type,
-    "_has_params": lambda record: (
-        False
-    ),  # accelerate upcasts flat parameters, which there are none of
+    # accelerate upcasts flat parameters, which there are none of
+    "_has_params": lambda record: False,
 }
 
 
@@ -104,7 +103,7 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        record = construct(module, Arguments.of(locals()), _wrap)
+        record = shard_and_wrap(module, Arguments.of(locals()), _wrap)
         _adopt(self, module, record)
         guards.install(FullyShardedDataParallel)
 
@@ -191,18 +190,18 @@ class FullyShardedDataParallel(nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """Return the wrappers at and below ``module``, parents first. Local."""
-        found: list[Any] = []
+        wrappers: list[Any] = []
         for wrapper in wrappers_of(module):
             if record_of(wrapper).is_root or not root_only:
-                found.append(wrapper)
-        return found
+                wrappers.append(wrapper)
+        return wrappers
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without reducing them; the first backward after it reduces the sum.
 
-        As in FSDP1, gradients are added up in ``param_dtype``, and SHARD_GRAD_OP gathers parameters
-        once a step. Until they are reduced ``p.grad`` is zeros, where FSDP1 showed full gradients;
+        As in FSDP1, gradients are added up in ``param_dtype``, and SHARD_GRAD_OP all-gathers
+        parameters once a step. Until they are reduced ``p.grad`` is zeros, where FSDP1 showed full gradients;
         ``zero_grad()`` drops them. Local.
         """
         self._begin()

@@ -113,10 +113,10 @@ def optim_state_dict_to_load(
             "is_named_optimizer=True is not supported. Pass the optimizer that it wraps."
         )
     from_rank0 = getattr(_config_of(model), "rank0_only", False)
-    found = _to_load(model, optim, optim_state_dict, from_rank0=from_rank0)
+    by_number = _to_load(model, optim, optim_state_dict, from_rank0=from_rank0)
     if load_directly:
-        optim.load_state_dict(found)
-    return found
+        optim.load_state_dict(by_number)
+    return by_number
 
 
 def shard_full_optim_state_dict(
@@ -169,13 +169,13 @@ def _warn(name: str, replacement: str, optim_input: object = None) -> None:
 
 
 def _config_of(model: nn.Module) -> OptimStateDictConfig:
-    found = get_state_dict_type(model)
-    if found is None:
+    settings = get_state_dict_type(model)
+    if settings is None:
         raise TranslationError(
             "No part of the model is wrapped by FullyShardedDataParallel. Use "
             "shardkit.full_optimizer_state_dict."
         )
-    return found.optim_state_dict_config
+    return settings.optim_state_dict_config
 
 
 def as_optimizer_of_dtensors(
@@ -186,22 +186,22 @@ def as_optimizer_of_dtensors(
     """
     if optim is None:
         optim = torch.optim.SGD(shards, lr=0.0)
-    made: Any = object.__new__(type(optim))
-    vars(made).update(vars(optim))
-    vars(made).pop("step", None)  # that of an LR scheduler is bound to the optimizer itself
-    made.__setstate__({})
-    made.param_groups = []
+    stand_in: Any = object.__new__(type(optim))
+    vars(stand_in).update(vars(optim))
+    vars(stand_in).pop("step", None)  # that of an LR scheduler is bound to the optimizer itself
+    stand_in.__setstate__({})
+    stand_in.param_groups = []
     for group in optim.param_groups:
         params = [shards[p].sharded_param if p in shards else p for p in group["params"]]
-        made.param_groups.append({**group, "params": params})
-    made.state = defaultdict(dict)
-    for param, entry in optim.state.items():
+        stand_in.param_groups.append({**group, "params": params})
+    stand_in.state = defaultdict(dict)
+    for param, state in optim.state.items():
         if param in shards:
             shard = shards[param]
-            made.state[shard.sharded_param] = with_leaves(entry, partial(_as_dtensor, shard))
+            stand_in.state[shard.sharded_param] = with_leaves(state, partial(_as_dtensor, shard))
         else:
-            made.state[param] = entry
-    return made  # type: ignore[no-any-return]
+            stand_in.state[param] = state
+    return stand_in  # type: ignore[no-any-return]
 
 
 def _as_dtensor(shard: PlainShard, path: str, value: Tensor) -> Tensor:
@@ -214,10 +214,6 @@ def _as_dtensor(shard: PlainShard, path: str, value: Tensor) -> Tensor:
             "cannot be saved by name. Save optimizer.state_dict() of each rank."
         )
     return as_sharded(value.view(shard.sharded_size), shard.sharded_param)
-
-
-def _local_of(value: Tensor) -> Tensor:
-    return local_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _save(
@@ -238,8 +234,9 @@ def _save(
     with as_dtensors(model) as shards:
         optim = as_optimizer_of_dtensors(optim, shards)
         if not isinstance(config, FullOptimStateDictConfig):
-            made: dict[str, Any] = with_leaves(sharded_optimizer_state_dict(model, optim), copy_of)
-            return made
+            state = sharded_optimizer_state_dict(model, optim)
+            copied_state: dict[str, Any] = with_leaves(state, copy_of)
+            return copied_state
         rank0_only = config.rank0_only
         return full_optimizer_state_dict(model, optim, rank0_only=rank0_only, device=device)
 
@@ -258,18 +255,18 @@ def _to_load(
         else:
             names = parameter_names(model)
             params = {fqn: param for param, fqn in names.items()}
-            found = by_name(given or {})
-            check_names([stand_in], names, found)
-            state = {}
-            for fqn, entry in found["state"].items():
-                state[fqn] = {key: _placed(value, params[fqn]) for key, value in entry.items()}
-            groups = copy.deepcopy(found["param_groups"])
+            named = by_name(given or {})
+            check_names([stand_in], names, named)
+            state: dict[str, dict[str, Any]] = {}
+            for fqn, values in named["state"].items():
+                state[fqn] = {key: _placed(value, params[fqn]) for key, value in values.items()}
+            groups = copy.deepcopy(named["param_groups"])
             install([stand_in], names, {"state": state, "param_groups": groups})
         for shard in shards.values():
-            entry = stand_in.state.get(shard.sharded_param, {})
-            for key, value in entry.items():
+            values = stand_in.state.get(shard.sharded_param, {})
+            for key, value in values.items():
                 if isinstance(value, DTensor):
-                    entry[key] = shard.flat(local_tensor(value))
+                    values[key] = shard.flat(local_tensor(value))
         return stand_in.state_dict()
 
 
@@ -277,7 +274,8 @@ def _placed(value: Any, param: nn.Parameter) -> Any:
     """Return a value of a parameter's state, full or sharded, in new memory."""
     if not (isinstance(value, Tensor) or is_sharded_tensor(value)):
         return copy.deepcopy(value)
-    found = part_of(value, param)
-    if isinstance(found, DTensor):
-        return copied(found, _local_of(param).device)
-    return whole_of(found).clone()
+    part = part_of(value, param)
+    if isinstance(part, DTensor):
+        local = local_tensor(param) if isinstance(param, DTensor) else param
+        return copied(part, local.device)
+    return whole_of(part).clone()

@@ -76,14 +76,14 @@ def wrappers_of(model: nn.Module) -> list[nn.Module]:
 
 def wrappers_or_refuse(model: nn.Module, name: str) -> list[nn.Module]:
     """Return ``wrappers_of(model)`` for a static method of FSDP1's. Local, pure."""
-    found = wrappers_of(model)
-    if not found and any(isinstance(module, FSDPModule) for module in model.modules()):
+    wrappers = wrappers_of(model)
+    if not wrappers and any(isinstance(module, FSDPModule) for module in model.modules()):
         raise TranslationError(
             f"FSDP.{name} was called on a model that is sharded by shard_model or fully_shard, "
             "where it would do nothing. Use full_params, full_state_dict or "
             "full_optimizer_state_dict."
         )
-    return found
+    return wrappers
 
 
 def without_wrappers(fqn: str) -> str:

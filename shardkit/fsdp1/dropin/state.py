@@ -85,8 +85,8 @@ def set_state_dict_type(
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
     """Return what was set for the first wrapper at or below ``module``; None without one. Local."""
-    found = wrappers_or_refuse(module, "state_dict_type")
-    return record_of(found[0]).state_dict_settings if found else None
+    wrappers = wrappers_or_refuse(module, "state_dict_type")
+    return record_of(wrappers[0]).state_dict_settings if wrappers else None
 
 
 @contextmanager
@@ -120,59 +120,53 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: boo
             wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars
         )
     with as_dtensors(wrapper):
-        found = _by_settings(wrapper)
-    _restore_buffer_dtypes(wrapper, found)
+        state = _by_settings(wrapper)
+
+    # Buffers have the dtypes that they had before they were cast for mixed precision.
+    for fqn, module in wrapper.named_modules():
+        if is_wrapper(module):
+            for name, dtype in record_of(module).buffer_dtypes.items():
+                clean = clean_name(f"{fqn}.{name}".lstrip("."))
+                if clean in state:
+                    state[clean] = state[clean].to(dtype)
 
     if destination is None:
         destination = OrderedDict()
     metadata = dict(state_dict_metadata(destination))
-    for name, entry in state_dict_metadata(found).items():
-        metadata[f"{prefix}{name}".rstrip(".")] = entry
-    for name, value in found.items():
+    for name, value in state_dict_metadata(state).items():
+        metadata[f"{prefix}{name}".rstrip(".")] = value
+    for name, value in state.items():
         destination[prefix + name] = value
     return with_state_dict_metadata(destination, metadata)
 
 
 def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
-    """Return the state of a model that shows DTensors, by the plain model's names.
-
-    NO_SHARD always gives full state, as in FSDP1.
-    """
+    """Return the state of a model that shows DTensors, by the plain model's names."""
     record = record_of(wrapper)
     config = record.state_dict_settings.state_dict_config
     kind = record.state_dict_settings.state_dict_type
     if record.strategy is ShardingStrategy.NO_SHARD:
-        kind = StateDictType.FULL_STATE_DICT
+        kind = StateDictType.FULL_STATE_DICT  # always, as in FSDP1
 
-    # Summoned parameters are full, perhaps on this rank alone.
+    # Summoned parameters are full already, perhaps on this rank alone.
     if kind is StateDictType.FULL_STATE_DICT and not record.summoned:
         device = torch.device("cpu") if config.offload_to_cpu else device_of(record.mesh)
         rank0_only = getattr(config, "rank0_only", False)
-        found = full_state_dict(wrapper, rank0_only=rank0_only, device=device)
+        state = full_state_dict(wrapper, rank0_only=rank0_only, device=device)
         seen = set()
-        for name, value in found.items():
+        for name, value in state.items():
             if id(value) in seen and isinstance(value, Tensor):
-                found[name] = value.clone()  # as FSDP1 gave tied tensors, and safetensors asks for
+                state[name] = value.clone()  # as FSDP1 gave tied tensors, and safetensors asks for
             seen.add(id(value))
-        return found
+        return state
 
-    found = sharded_state_dict(wrapper)
+    state = sharded_state_dict(wrapper)
     if kind is StateDictType.LOCAL_STATE_DICT and not record.summoned:
-        return found
-    for name, value in found.items():
+        return state
+    for name, value in state.items():
         if isinstance(value, Tensor) and not is_extra(name):
-            found[name] = copied(value, torch.device("cpu") if config.offload_to_cpu else None)
-    return found
-
-
-def _restore_buffer_dtypes(wrapper: nn.Module, found: dict[str, Any]) -> None:
-    """Give buffers the dtypes that they had before they were cast for mixed precision."""
-    for fqn, each in wrapper.named_modules():
-        if is_wrapper(each):
-            for name, dtype in record_of(each).buffer_dtypes.items():
-                clean = clean_name(f"{fqn}.{name}".lstrip("."))
-                if clean in found:
-                    found[clean] = found[clean].to(dtype)
+            state[name] = copied(value, torch.device("cpu") if config.offload_to_cpu else None)
+    return state
 
 
 def copied(value: Tensor, device: torch.device | None) -> Tensor:
@@ -218,21 +212,21 @@ def _before_load(
     with as_dtensors(wrapper) as shards, live_tensors():
         flat = {id(shard.sharded_param): shard.flat for shard in shards.values()}
         live = nn.Module.state_dict(wrapper, keep_vars=True)
-        for found, tensor in live.items():  # in the model's order, which is the same on all ranks
-            clean = clean_name(found)
+        for own_name, tensor in live.items():  # in the model's order, the same on all ranks
+            clean = clean_name(own_name)
             if clean not in given:
                 continue
             name = given[clean]
             value = part_of(state_dict.pop(name), tensor)
             if id(tensor) in flat and isinstance(value, Tensor):
                 if value.shape != tensor.shape:
-                    found_shape, own_shape = tuple(value.shape), tuple(tensor.shape)
-                    errors.append(f"size mismatch for {name}: {found_shape}, not {own_shape}.")
+                    shape, own_shape = tuple(value.shape), tuple(tensor.shape)
+                    errors.append(f"size mismatch for {name}: {shape}, not {own_shape}.")
                     value = tensor
                 value = flat[id(tensor)](local_tensor(value))
                 if metadata.get("assign_to_params_buffers", False):
                     value = value.detach().clone()  # as a view it would keep the full tensor alive
-            state_dict[prefix + found] = value
+            state_dict[prefix + own_name] = value
 
 
 def _after_load(wrapper: nn.Module, keys: Any) -> None:
@@ -241,8 +235,7 @@ def _after_load(wrapper: nn.Module, keys: Any) -> None:
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """Return a full or sharded value with the layout of ``like``; those of another shape as they
-    are.
+    """Return a full or sharded value with the layout of ``like``; one of another shape as it is.
 
     Local where the value is full or sharded alike, and then perhaps a view; otherwise collective.
     """
@@ -294,16 +287,16 @@ def summon_full_params(
     """
     wrappers = wrappers_or_refuse(module, "summon_full_params")
     if not recurse:
-        wrappers = [each for each in wrappers if each is module]
+        wrappers = [wrapper for wrapper in wrappers if wrapper is module]
     records = [record for record in map(record_of, wrappers) if not record.summoned]
     if not records:
         yield
         return
-    if not rank0_only and all(each.strategy is ShardingStrategy.NO_SHARD for each in records):
+    if not rank0_only and {record.strategy for record in records} == {ShardingStrategy.NO_SHARD}:
         writeback = True
     inner: Any = inner_of(wrappers[0])
     if not recurse and isinstance(inner, FSDPModule):
-        _fsdp.initialize(inner)  # as a root: units inside it then gather themselves as parts of it
+        _fsdp.initialize(inner)  # as a root: units inside it are then unsharded as parts of it
     for record in records:
         record.summoned = True
     try:

@@ -18,7 +18,7 @@ from shardkit.fsdp1.dropin.module import FullyShardedDataParallel
 _plain_preparation_data = multiprocessing.spawn.get_preparation_data
 
 
-def replace() -> None:
+def replace_torchs_class() -> None:
     """Put the drop-in's class into ``torch.distributed.fsdp``, in this process and those that it
     spawns.
     """
@@ -31,9 +31,9 @@ def replace() -> None:
     multiprocessing.spawn.get_preparation_data = _preparation_data
 
 
-def run(program: str, arguments: Sequence[str], is_module: bool) -> None:
+def run_program(program: str, arguments: Sequence[str], is_module: bool) -> None:
     """Run a file, a directory with ``__main__.py``, or a module, as ``python`` would."""
-    replace()
+    replace_torchs_class()
     sys.argv[:] = [program, *arguments]
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -47,7 +47,7 @@ class _Replacing:
     """Replaces in a child process when it is unpickled there."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return replace, ()
+        return replace_torchs_class, ()
 
 
 def _preparation_data(name: str) -> dict[str, Any]:
