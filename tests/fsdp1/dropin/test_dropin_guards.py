@@ -1,4 +1,4 @@
-"""torch's own FSDP1 functions on models of the drop-in, what the drop-in announces, and its grad scaler."""
+"""torch's own FSDP1 functions on models of the drop-in, and its grad scaler."""
 
 import inspect
 
@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1.dropin import guards
@@ -77,22 +76,7 @@ def test_guards_come_once_with_the_first_model_and_go():
     assert all(inspect.getattr_static(TorchFSDP, name) is before[name] for name in before)
 
 
-# --- The scaler -----------------------------------------------------------------------------------------------------
-
-
-def test_the_scaler_is_torchs_by_its_arguments_and_its_class():
-    assert inspect.signature(ShardedGradScaler) == inspect.signature(TorchScaler)
-    scaler = ShardedGradScaler("cpu", 4.0, 0.25, 8.0, 3)
-    assert isinstance(scaler, TorchScaler)
-    state = {
-        "scale": 4.0,
-        "growth_factor": 8.0,
-        "backoff_factor": 0.25,
-        "growth_interval": 3,
-        "_growth_tracker": 0,
-    }
-    assert scaler.state_dict() == TorchScaler("cpu", 4.0, 0.25, 8.0, 3).state_dict() == state
-    assert ShardedGradScaler(enabled=False).scale(torch.ones(())) == 1
+# --- The scaler -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

@@ -36,15 +36,12 @@ VARIANTS = {
         "--precision mixed --gradient-accumulation-steps 2 --fsdp-cpu-offload --sharding-strategy "
         "NO_SHARD",
     ],
-    "distill": ["--norms", "--policy always --strategy HYBRID_SHARD --process-groups"],
-    "nested_lm": ["--reshard --wrap-layers --checkpoint-activations", "--bf16"],
     "pretrain_meta": [
         "--default-init --orig",
         "--strategy HYBRID_SHARD --precision bf16 --checkpoint-every 2",
         "--strategy _HYBRID_SHARD_ZERO2 --nameless-mesh --precision reduce --checkpoint-every 1 "
         "--checkpoint-after",
     ],
-    "convnet": ["--init", "--manual --strategy SHARD_GRAD_OP --offload"],
     "rlhf": ["--offload --hybrid", "--lora"],
     "flamingo": ["", "--strategy SHARD_GRAD_OP --precision amp_bf16 --flat"],
 }
@@ -54,7 +51,6 @@ VARIANTS = {
 SHORT = {
     "nano_gpt": "--max-iters 3",
     "dit_ema": "--steps 3",
-    "distill": "--steps 3",
     "pretrain_meta": "--steps 3",
 }
 
@@ -64,7 +60,6 @@ SHORT = {
 CLIPPED = {
     "nano_gpt": "--grad-clip 0.2",
     "dit_ema": "--grad-clip 0.2 --policy class --strategy SHARD_GRAD_OP",
-    "nested_lm": "--clip-norm 0.1 --norm-type inf --wrap-layers",
 }
 FLOAT32 = 1e-6
 
@@ -88,9 +83,7 @@ FULL = {
         "--save-at 2 --out {at} --grad-clip 1e9",
         "--resume {at} --fresh-optimizer --grad-clip 1e9",
     ),
-    "distill": ("--save-at 2 --out {at}/all.pt", "--resume {at}/all.pt --first 2"),
     "nano_gpt": ("--save-at 2 --out {at}/ckpt.pt", "--init-from {at}/ckpt.pt"),
-    "convnet": ("--out {at}/mnist.pt", "--load {at}/mnist.pt --strategy NO_SHARD"),
     "flamingo": (
         "--steps 1 --save-at 1 --out {at}/trained.pt",
         "--resume {at}/trained.pt --first 1",
@@ -99,7 +92,6 @@ FULL = {
 # Each rank's own files, and directories of torch.distributed.checkpoint.
 SHARDED = {
     "llama_finetune": ("--out {at}", "--dist-checkpoint {at}/sharded --first-epoch 1"),
-    "nested_lm": ("--save-at 1 --out {at}", "--restore {at} --first 1"),
     "pretrain_meta": ("--save-at 2 --ckpt {at}", "--ckpt {at}"),
     "dit_ema": ("--save-at 2 --out {at} --grad-clip 1e9", "--resume {at} --grad-clip 1e9"),
     "rlhf": ("--save-at 1 --out {at}", "--resume {at} --first 1"),

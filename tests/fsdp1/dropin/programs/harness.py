@@ -99,12 +99,6 @@ def is_trained_leaf(module):
     return not list(module.named_children()) and weight is not None and weight.requires_grad
 
 
-def hybrid_groups():
-    """One group that shards all ranks, and one a rank that replicates nothing."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return dist.new_group(list(range(dist.get_world_size()))), alone[dist.get_rank()]
-
-
 def write(state, path):
     """One file, of rank 0."""
     if dist.get_rank() == 0:
