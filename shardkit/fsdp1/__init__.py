@@ -11,10 +11,8 @@ import typing
 
 import torch.distributed.fsdp
 
-# what a program's star import brings: FSDP1's names, not ours
-from torch.distributed.fsdp import (
-    __all__ as __all__,
-)
+# What a program's star import brings: FSDP1's names, not ours.
+from torch.distributed.fsdp import __all__ as __all__
 
 from shardkit._fsdp.plain import as_dtensors as as_dtensors
 from shardkit.fsdp1.configs import from_config as from_config
@@ -26,10 +24,9 @@ from shardkit.fsdp1.translate.notes import Note as Note
 from shardkit.fsdp1.translate.notes import Support as Support
 from shardkit.fsdp1.translate.shard import Translation as Translation
 
-if (
-    typing.TYPE_CHECKING
-):  # at run time by __getattr__, with whatever the installed torch has beside these
-    from torch.distributed.fsdp import *  # type: ignore[assignment]  # noqa: F403  all but the class, which is ours
+if typing.TYPE_CHECKING:
+    # At run time __getattr__ finds these names, and all others that the installed torch has.
+    from torch.distributed.fsdp import *  # type: ignore[assignment]  # noqa: F403
     from torch.distributed.fsdp import FlatParameter as FlatParameter
 
 

@@ -34,25 +34,19 @@ def built(offset=0.0):
     return model
 
 
-def full_states(model):
-    params = {
-        name: param.full_tensor() for name, param in model.named_parameters(remove_duplicate=False)
-    }
-    return params | dict(model.named_buffers())
+def states(model):
+    """Parameters, full, and buffers."""
+    states = dict(model.named_buffers())
+    for name, param in model.named_parameters(remove_duplicate=False):
+        states[name] = param.full_tensor() if isinstance(param, DTensor) else param.detach()
+    return states
 
 
 def assert_states(model, expected):
-    found = full_states(model)
-    assert found.keys() == expected.keys()
+    own = states(model)
+    assert own.keys() == expected.keys()
     for name, state in expected.items():
-        assert torch.equal(found[name], state), name
-
-
-def states(model):
-    params = {
-        name: param.detach() for name, param in model.named_parameters(remove_duplicate=False)
-    }
-    return params | dict(model.named_buffers())
+        assert torch.equal(own[name], state), name
 
 
 def mesh_of(model):
