@@ -69,7 +69,8 @@ def replaced() -> Iterator[None]:
     """What ``python -m shardkit.fsdp1`` does to torch, undone; modules that are imported in it are
     forgotten.
     """
-    before = {name: dict(vars(sys.modules[name])) for name in FSDP1}
+    names = (*FSDP1, "multiprocessing.spawn")
+    before = {name: dict(vars(sys.modules[name])) for name in names}
     replace_torchs_class()
     try:
         with sources(str):

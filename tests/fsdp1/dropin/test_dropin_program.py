@@ -4,7 +4,6 @@ import importlib
 import pickle
 import sys
 import textwrap
-from multiprocessing import spawn
 from types import ModuleType
 
 import forks
@@ -81,7 +80,6 @@ def alone(monkeypatch):
         monkeypatch.setattr(sys, name, getattr(sys, name)[:])
     for name in ("__main__", "__mp_main__"):
         monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
-    monkeypatch.setattr(spawn, "get_preparation_data", spawn.get_preparation_data)
     with replaced():
         yield
 
