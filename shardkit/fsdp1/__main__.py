@@ -1,4 +1,4 @@
-"""``python -m shardkit.fsdp1 train.py ARGS...``: run an FSDP1 program on FSDP2 without touching it."""
+"""``python -m shardkit.fsdp1 train.py ARGS...``: run an FSDP1 program on FSDP2, unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         usage="%(prog)s {FILE | -m MODULE} [ARGUMENT ...]",
         description="Run a program written for torch.distributed.fsdp.FullyShardedDataParallel on "
         "fully_shard: the class in torch.distributed.fsdp is replaced before the program runs.",
-        epilog="With several ranks: torchrun --nproc-per-node 8 -m shardkit.fsdp1 train.py --lr 1e-4",
+        epilog="With several ranks: torchrun --nproc-per-node 8 -m shardkit.fsdp1 train.py",
     )
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_module = words[:1] == ["-m"]

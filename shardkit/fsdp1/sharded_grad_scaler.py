@@ -1,4 +1,4 @@
-"""``torch.distributed.fsdp.sharded_grad_scaler``: torch's own, since gradients are plain tensors."""
+"""``torch.distributed.fsdp.sharded_grad_scaler``: torch's own, as gradients are plain tensors."""
 
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as ShardedGradScaler
 

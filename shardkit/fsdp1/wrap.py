@@ -5,7 +5,9 @@ any wrapper class.
 import typing as _typing
 
 import torch.distributed.fsdp.wrap as _torchs
-from torch.distributed.fsdp.wrap import *  # noqa: F403  every public name, as a program's star import finds them
+
+# Every public name, for a program's star import.
+from torch.distributed.fsdp.wrap import *  # noqa: F403
 
 
 def __getattr__(name: str) -> _typing.Any:  # _or_policy and the like

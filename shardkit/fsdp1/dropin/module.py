@@ -201,8 +201,8 @@ class FullyShardedDataParallel(nn.Module):
         """Accumulate gradients without reducing them; the first backward after it reduces the sum.
 
         As in FSDP1, gradients are added up in ``param_dtype``, and SHARD_GRAD_OP all-gathers
-        parameters once a step. Until they are reduced ``p.grad`` is zeros, where FSDP1 showed full gradients;
-        ``zero_grad()`` drops them. Local.
+        parameters once a step. Until they are reduced ``p.grad`` is zeros, where FSDP1 showed full
+        gradients; ``zero_grad()`` drops them. Local.
         """
         self._begin()
         units = plain_units(self)

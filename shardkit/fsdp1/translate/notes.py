@@ -39,13 +39,13 @@ ROWS = {
     "backward_prefetch": "noted: FSDP2 prefetches in backward, like BACKWARD_PRE",
     "mixed_precision": "mapped: MixedPrecisionPolicy, field by field",
     "ignored_modules": "mapped: Their parameters are ignored_params",
-    "param_init_fn": "mapped: Called with each module of a unit on meta, before the unit is sharded",
+    "param_init_fn": "mapped: Called with each module of a unit on meta, before it is sharded",
     "device_id": "mapped: The mesh's device, selected before sharding",
     "sync_module_states": "mapped: Parameters and buffers are broadcast before sharding",
     "forward_prefetch": "mapped: prefetch=1: each unit all-gathers the next one early",
     "limit_all_gathers": "noted: FSDP2 always limits all-gathers, without blocking the CPU",
-    "use_orig_params": "implied: Parameters keep their names and become DTensors: build the optimizer after "
-    "sharding",
+    "use_orig_params": "implied: Parameters keep their names and become DTensors: build the "
+    "optimizer after sharding",
     "ignored_states": "mapped: As ignored_modules; parameters: ignored_params",
     "device_mesh": "mapped: The mesh itself, or a named mesh of its groups",
     "mixed_precision.param_dtype": "mapped: param_dtype of the policy; outputs stay in it",

@@ -206,9 +206,9 @@ def _check(model: nn.Module, translation: Translation) -> None:
             cannot_reset.append(fqn or "(root)")
     if cannot_reset:
         raise TranslationError(
-            f"{listing(cannot_reset, 6)} is on the meta device and has no reset_parameters, by which "
-            "FSDP1 initializes a module without param_init_fn. Pass param_init_fn, or build the "
-            "model under shardkit.init_on_meta()."
+            f"{listing(cannot_reset, 6)} is on the meta device and has no reset_parameters, by "
+            "which FSDP1 initializes a module without param_init_fn. Pass param_init_fn, or build "
+            "the model under shardkit.init_on_meta()."
         )
 
 
@@ -288,7 +288,7 @@ class _UnitInitializer:
                 setattr(self._model.get_submodule(owner), name, param)
 
     def _buffers_of(self, unit: ShardUnit) -> dict[str, Tensor]:
-        """Return the buffers at and below the unit, ignored ones too, that no unit before it had."""
+        """Return the buffers at and below the unit, also ignored ones, that no unit before had."""
         buffers: dict[str, Tensor] = {}
         for fqn in unit.modules:
             module = self._model.get_submodule(fqn)

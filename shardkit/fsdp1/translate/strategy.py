@@ -34,8 +34,8 @@ def parse_strategy(strategy: Any) -> ShardingStrategy:
             return member
     names = listing(member.name.strip("_") for member in ShardingStrategy)
     raise TranslationError(
-        f"sharding_strategy must be a ShardingStrategy, one of {names}, or accelerate's number 1 to "
-        f"5, got {strategy!r}."
+        f"sharding_strategy must be a ShardingStrategy, one of {names}, or accelerate's number 1 "
+        f"to 5, got {strategy!r}."
     )
 
 
@@ -60,7 +60,8 @@ def mesh_of_strategy(
         check_ranks("ranks_per_node", ranks_per_node)
         if world_size % ranks_per_node:
             raise TranslationError(
-                f"ranks_per_node {ranks_per_node} does not divide {world_size} ranks. Use a divisor."
+                f"ranks_per_node {ranks_per_node} does not divide {world_size} ranks. Use a "
+                "divisor."
             )
         return MeshSpec.hybrid(world_size // ranks_per_node, ranks_per_node)
     if strategy is ShardingStrategy.NO_SHARD and world_size > 1:
@@ -95,8 +96,8 @@ def mesh_of_arguments(
         if is_hybrid:
             if len(shape) != 2:
                 raise TranslationError(
-                    f"device_mesh has the shape {shape}, but {strategy.name} has two axes. Pass the "
-                    "mesh of (nodes, ranks_per_node)."
+                    f"device_mesh has the shape {shape}, but {strategy.name} has two axes. Pass "
+                    "the mesh of (nodes, ranks_per_node)."
                 )
             if device_mesh.mesh_dim_names:
                 return spec_of(device_mesh), device_mesh, ()
@@ -104,8 +105,8 @@ def mesh_of_arguments(
             return MeshSpec.hybrid(*shape), None, tuple(device_mesh.get_all_groups())
         if any(size > 1 for size in shape[1:]):
             raise TranslationError(
-                f"device_mesh has the shape {shape}, but {strategy.name} shards over the first axis "
-                "only. Pass the axis to shard over, as in mesh['dp'], or use HYBRID_SHARD."
+                f"device_mesh has the shape {shape}, but {strategy.name} shards over the first "
+                "axis only. Pass the axis to shard over, as in mesh['dp'], or use HYBRID_SHARD."
             )
         if len(shape) == 1 and strategy is not ShardingStrategy.NO_SHARD:
             return spec_of(device_mesh), device_mesh, ()

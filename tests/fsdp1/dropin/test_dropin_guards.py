@@ -16,7 +16,7 @@ from shardkit.testing import distributed, fake_world
 
 GUARDED = (*guards.STATICS, *guards.METHODS)
 
-# --- torch's functions ----------------------------------------------------------------------------------------------
+# --- torch's functions ----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What programs do to parameters and gradients by hand, as FSDP1 let them: right, or refused by name."""
+"""What programs do to parameters and gradients by hand, as FSDP1 let them: right, or refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def begun_on_meta(module):
 
 
 def mixed_by_hand(wrapper, lr=1e-4, to=BF16):
-    """bfloat16 weights, stepped as mistral-finetune does: float32 copies are put in their place for the step.
+    """bfloat16 weights, stepped as mistral-finetune does, which puts float32 copies in their place.
 
     On the drop-in rank 0 has the weights, and others begin on meta, in float32.
     """

@@ -29,7 +29,8 @@ FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 class Body(nn.Module):
     """Tied, frozen, and an inner module that the tests let FSDP ignore; 7 and 5 do not divide by 2.
 
-    Rows of 32, so that vectors of 8 or 16 cover shards and full tensors alike: what is left over is rounded otherwise.
+    Rows of 32, so that vectors of 8 or 16 cover shards and full tensors alike: what is left over is
+    rounded otherwise.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Parent(nn.Module):
 
 
 def wrapped(whole: bool = False) -> nn.Module:
-    """Frozen and trained parameters are apart, as use_orig_params=False needs it. ``whole``: all of it is wrapped."""
+    """Frozen and trained parameters have wrappers of their own; ``whole``: so has the rest."""
     net = Parent()
     net.body.frozen, net.body.up = FSDP(net.body.frozen), FSDP(net.body.up)
     if whole:
@@ -106,7 +107,7 @@ def test_what_is_not_supported_says_what_to_use():
 
 
 def plain_state(name: str) -> tuple[dict[str, Any], list[float], list[float]]:
-    """By name, after three steps without any sharding; the losses of those and of the three after."""
+    """By name, after three steps without sharding; the losses of those and of the next three."""
     model = Parent()
     optimizer = OPTIMIZERS[name](two_groups(model))
     losses = train(model, optimizer, range(3))
@@ -199,7 +200,7 @@ def test_state_is_that_of_plain_training_and_training_goes_on_from_it():
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @distributed(world_size=2, backend="gloo")
 def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
-    """Of ShardedTensors; the programs exchange full state. No module is ignored: FSDP1 keeps state of those apart."""
+    """Of ShardedTensors. The programs exchange full state."""
     net, own, make = (
         Parent(),
         {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")},

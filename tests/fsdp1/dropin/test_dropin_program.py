@@ -1,4 +1,4 @@
-"""torch.distributed.fsdp's names in shardkit.fsdp1, and programs that run with torch's class replaced."""
+"""torch's names in shardkit.fsdp1, and programs that run with torch's class replaced."""
 
 import importlib
 import pickle
@@ -71,7 +71,7 @@ def test_every_import_brings_our_class_and_torch_keeps_its_own():
     assert torch.distributed.fsdp.FullyShardedDataParallel is TorchFSDP
 
 
-# --- Running: in this process, with what python -m shardkit.fsdp1 does to it undone -----------------------------------
+# --- Running: in this process, with what python -m shardkit.fsdp1 does to it undone -----------------
 
 
 @pytest.fixture
@@ -103,7 +103,8 @@ def test_a_file_runs_as_under_plain_python(alone, tmp_path, capsys):
         "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP"
     )
     (tmp_path / "train.py").write_text(
-        "import pickle, sys, helper\nclass Mine: pass\nassert type(pickle.loads(pickle.dumps(Mine()))) is Mine\n"
+        "import pickle, sys, helper\nclass Mine: pass\n"
+        "assert type(pickle.loads(pickle.dumps(Mine()))) is Mine\n"
         "print(helper.FSDP.__module__, __file__, sys.argv, sys.path[0])\nsys.exit(3)"
     )
     script = str(tmp_path / "train.py")

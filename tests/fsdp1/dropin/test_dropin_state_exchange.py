@@ -1,4 +1,4 @@
-"""The drop-in's model state in the hands of others: FSDP1, torch.distributed.checkpoint, shardkit's own functions."""
+"""The drop-in's model state in FSDP1, in torch.distributed.checkpoint, in shardkit's functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The edges of the drop-in, where it does as FSDP1 did: what it refuses, internals, which gradients there are."""
+"""The edges of the drop-in: what it refuses, internals, which gradients there are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chain(width=6):
 
 
 class Pair(nn.Module):
-    """Two layers, of which the second is computed and left out of the loss, and a parameter that none computes with."""
+    """Two layers, of which the second is left out of the loss, and a parameter that is not used."""
 
     def __init__(self):
         super().__init__()
