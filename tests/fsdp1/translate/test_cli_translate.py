@@ -69,14 +69,8 @@ class WithBuffer(Decoder):
 
 
 def test_the_model_may_be_a_configuration_of_transformers(tmp_path, capsys):
-    model = {
-        "model_type": "gpt2",
-        "n_layer": 2,
-        "n_embd": 8,
-        "n_head": 2,
-        "vocab_size": 16,
-        "n_positions": 8,
-    }
+    sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+    model = {"model_type": "gpt2", **sizes}
     path = tmp_path / "model.json"
     path.write_text(json.dumps(model))
     file = config_file(tmp_path, fsdp="full_shard auto_wrap", fsdp_config={}, num_train_epochs=1)
@@ -87,22 +81,9 @@ def test_the_model_may_be_a_configuration_of_transformers(tmp_path, capsys):
 
 
 def test_ranks_of_the_command_go_before_those_of_the_file(capsys):
-    assert (
-        run(
-            FSDP1,
-            "--world",
-            32,
-            "--ranks-per-node",
-            4,
-            "--model",
-            "small_models:Decoder",
-            "--to",
-            "plan",
-        )
-        == 0
-    )
-    out = capsys.readouterr().out
-    assert "on mesh dp_replicate=8 x dp_shard=4" in out
+    ranks = ("--world", 32, "--ranks-per-node", 4)
+    assert run(FSDP1, *ranks, "--model", "small_models:Decoder", "--to", "plan") == 0
+    assert "on mesh dp_replicate=8 x dp_shard=4" in capsys.readouterr().out
 
 
 def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(tmp_path, capsys):

@@ -132,26 +132,6 @@ def test_states_are_those_of_the_first_rank(strategy):
     assert torch.equal(ignored.layers[1].up.weight.full_tensor(), expected["layers.1.up.weight"])
 
 
-@distributed(world_size=4, backend="gloo")
-def test_buffers_of_every_dtype_and_shape_are_broadcast():
-    class Buffers(nn.Linear):
-        def __init__(self):
-            super().__init__(3, 3)
-            start = dist.get_rank()
-            for name, value in {
-                "flag": start > 0,
-                "count": start,
-                "phase": 1j + start,
-                "empty": [],
-            }.items():
-                self.register_buffer(name, torch.tensor(value))
-            self.register_buffer("table", torch.arange(6.0).view(2, 3).t() + start)
-
-    model = shard_like_fsdp1(Buffers(), sync_module_states=True)
-    assert (model.flag.item(), model.count.item(), model.phase.item()) == (False, 0, 1j)
-    assert torch.equal(model.table, torch.arange(6.0).view(2, 3).t())
-
-
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @distributed(world_size=4, backend="gloo")
 def test_one_real_rank_and_meta_elsewhere(strategy):
