@@ -121,7 +121,7 @@ def test_a_network_of_convolutions_with_units_by_size():
 @distributed(world_size=2, backend="gloo")
 def test_apply_gets_full_parameters():
     model = FSDP(nn.Linear(3, 4))
-    model.apply(lambda module: nn.init.eye_(module.weight) if type(module) is nn.Linear else None)
+    model.apply(lambda module: nn.init.eye_(model.module.weight))
     assert torch.equal(model.state_dict()["weight"], torch.eye(4, 3))
 
 
