@@ -148,7 +148,7 @@ def resumed(
 def unsharded(state: dict[str, Any]) -> dict[str, Any]:
     """State of DTensors in full tensors."""
     full = {}
-    for fqn, values in state.items():
+    for fqn, values in sorted(state.items()):  # the same order on all ranks
         full[fqn] = dict(values)
         for key, value in values.items():
             if isinstance(value, DTensor):
