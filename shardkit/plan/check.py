@@ -157,10 +157,12 @@ def _policy(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
 
 
 def _tiles(plan: PlanData) -> Iterator[str]:
+    if not plan.tiles:
+        return
     compiled = {fqn for unit in plan.units if unit.compile for fqn in unit.modules}
     inner: dict[str, str] = {}  # by each module around, one unit or module in tiles
     for fqn in [*(fqn for unit in plan.units for fqn in unit.modules), *dict(plan.tiles)]:
-        for outer in ancestors(fqn) if plan.tiles else ():
+        for outer in ancestors(fqn):
             inner[outer] = fqn
     for fqn, number in plan.tiles:
         subject = f"{fqn or '(root)'} has tiles={number!r}"

@@ -260,6 +260,8 @@ def mp_policy_to_dict(policy: MixedPrecisionPolicy) -> dict[str, Any]:
 def skippable(plan: PlanData) -> set[ShardUnit]:
     """Return the units with ``may_skip=True`` and those inside them."""
     fqns = {fqn for unit in plan.units if unit.may_skip for fqn in unit.modules}
+    if not fqns:
+        return set()
     found = set()
     for unit in plan.units:
         if not fqns.isdisjoint([unit.modules[0], *ancestors(unit.modules[0])]):

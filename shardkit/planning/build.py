@@ -23,6 +23,7 @@ from shardkit.planning.tree import (
     ModuleNode,
     assign,
     has_forward,
+    in_order,
     tie_problem,
 )
 
@@ -104,7 +105,7 @@ def _small_shared(tree: ModelTree) -> set[str]:
     found = set()
     for fqn, spec in tree.specs.items():
         if not spec.trainable and spec.numel <= FEW:
-            around = [node for owner in tree.owners[fqn] for node in (owner, *owner.ancestors())]
+            around = [node for owner in tree.owners(fqn) for node in (owner, *owner.ancestors())]
             if any(len(node.parents) > 1 for node in around):
                 found.add(fqn)
     return found
@@ -199,11 +200,11 @@ def plan_of(
         units=tuple(units),
         mesh=mesh,
         params=tuple(specs.values()),
-        ignored=tuple(fqn for fqn in tree.params if fqn in ignored),
-        replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
+        ignored=tree.ordered(ignored),
+        replicated=tree.ordered(replicated),
         prefetch=prefetch,
         forward_methods=_forward_methods(tree, forward_methods),
-        tiles=tuple((node.fqn, tiles[node]) for node in tree.nodes if node in tiles),
+        tiles=tuple((node.fqn, tiles[node]) for node in in_order(tiles)),
         notes=tuple(notes),
     )
     plan = balanced(plan, unsplit)
@@ -214,12 +215,12 @@ def plan_of(
 
 def _statistics_of_ranks(tree: ModelTree) -> list[str]:
     """Return the FQNs of BatchNorms and such, whose running statistics FSDP2 does not reduce."""
-    found = []
-    for node in tree.nodes:
-        tracks = vars(node.module).get("track_running_stats")
-        if tracks and not isinstance(node.module, nn.SyncBatchNorm):
-            found.append(node.name)
-    return found
+    names = []
+    for cls, nodes in tree.by_class.items():
+        if issubclass(cls, nn.SyncBatchNorm) or not hasattr(nodes[0].module, "track_running_stats"):
+            continue
+        names += [node.name for node in nodes if node.module.track_running_stats]
+    return names
 
 
 def plan_from_units(
@@ -316,14 +317,17 @@ def _unit(
     first = selection.modules[0]
     # Recomputing a lone embedding, norm or head saves nothing, and neither does the whole model.
     is_alone = len(selection.modules) == 1 and first is not tree.root
-    is_block = is_alone and bool(first.children) and not isinstance(first.module, nn.Embedding)
+    is_block = (
+        is_alone and bool(tree.children(first)) and not isinstance(first.module, nn.Embedding)
+    )
     chosen: dict[str, Any] = dict(settings)
     if not is_block:
         chosen.pop("checkpoint_activations", None)
         chosen.pop("compile", None)
-    if first is not tree.root and "mp_policy" in settings:
+    policy = settings.get("mp_policy")
+    if policy is not None and policy.output_dtype is not None and first is not tree.root:
         # Only the root returns to the user: blocks that cast their outputs would keep more.
-        chosen["mp_policy"] = replace(settings["mp_policy"], output_dtype=None)
+        chosen["mp_policy"] = replace(policy, output_dtype=None)
     chosen.update(selection.overrides)
     if chosen.get("reshard_after_forward") is None:
         chosen["reshard_after_forward"] = selection.reshard

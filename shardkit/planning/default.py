@@ -30,10 +30,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def default_units(tree: ModelTree) -> list[Selection]:
     """Return the units of the default rule, the root last."""
     blocks = find_blocks(tree)
-    in_blocks = {node for block in blocks for node in block.subtree()}
+    in_blocks = {node for block in blocks for node in tree.subtree(block)}
     in_lists = set(in_blocks)  # other items of lists need not be called
     for node in tree.instances(nn.ModuleList):
-        in_lists.update(*[child.subtree() for child in node.children if child not in in_lists])
+        in_lists.update(
+            *[tree.subtree(child) for child in tree.children(node) if child not in in_lists]
+        )
     outside = [node for node in tree.nodes if node not in in_lists and is_called(node)]
 
     head = _declared(tree, "get_output_embeddings", outside)
@@ -54,11 +56,11 @@ def default_units(tree: ModelTree) -> list[Selection]:
 
     taken = {*in_blocks, *tail}
     if embedding is not None:
-        taken.update(embedding.subtree())
+        taken.update(tree.subtree(embedding))
     beside = _layers_beside(tree, blocks, taken)
     taken.update(beside)
     large = large_modules(tree, _large(tree), taken)
-    large = [node for node in large if taken.isdisjoint(node.subtree())]  # around no unit
+    large = [node for node in large if taken.isdisjoint(tree.subtree(node))]  # around no unit
     selections = [Selection((node,)) for node in [*blocks, *beside, *large]]
     if embedding is not None:
         selections.append(Selection((embedding,)))
@@ -84,7 +86,7 @@ def find_blocks(tree: ModelTree) -> list[ModuleNode]:
             container = node.parents[0]
             alone = isinstance(container.module, nn.ModuleList) and len(container.module) == 1
             repeats = number > 1 or alone
-            is_block = repeats and any(child.numel for child in node.children)
+            is_block = repeats and any(child.numel for child in tree.children(node))
             if repeats and not is_block and 2 * container.numel > tree.root.numel:
                 # An MLP in a Sequential: its layers are blocks, as they are most of the model.
                 is_block = _has_matrices(tree, node, 1)
@@ -104,7 +106,7 @@ def find_blocks(tree: ModelTree) -> list[ModuleNode]:
 
 def _parts(tree: ModelTree, block: ModuleNode, blocks: Set[ModuleNode]) -> list[ModuleNode]:
     """Return the block itself, or if it is a stage, or a stage of stages, the blocks inside."""
-    inside = [node for node in block.subtree()[1:] if node in blocks]
+    inside = [node for node in tree.subtree(block)[1:] if node in blocks]
     inner = [node for node in outermost(inside) if _has_matrices(tree, node, 2)]
     alike = Counter((_caller(node), type(node.module)) for node in inner)
     if len(inner) > 1 and max(alike.values()) == 1:
@@ -133,18 +135,18 @@ def _list_items(tree: ModelTree) -> set[ModuleNode]:
     experts: set[ModuleNode] = set()
     items: set[ModuleNode] = set()
     for node in tree.nodes:
-        if not node.children:
+        if not node.module._modules:
             continue
         if isinstance(node.module, _CONTAINERS):
             if "expert" in node.fqn.rpartition(".")[2].lower():
-                experts.update(node.subtree())
+                experts.update(tree.subtree(node))
             else:
-                items.update(node.children)
+                items.update(tree.children(node))
             continue
         if not re.search(r"\d", "".join(node.module._modules)):
             continue
         numbered: dict[str, list[ModuleNode]] = defaultdict(list)
-        for child in node.children:
+        for child in tree.children(node):
             name = child.fqn.rpartition(".")[2]
             if re.search(r"\d", name):
                 numbered[re.sub(r"\d+", "#", name)].append(child)
@@ -158,7 +160,7 @@ def _list_items(tree: ModelTree) -> set[ModuleNode]:
 def _has_matrices(tree: ModelTree, node: ModuleNode, number: int) -> bool:
     """Whether that many parameters at or below a module have more than one long dim."""
     matrices = 0
-    for below in node.subtree():
+    for below in tree.subtree(node):
         for fqn in below.params:
             spec = tree.specs[fqn]
             matrices += spec.numel > max(spec.shape, default=1)
@@ -187,8 +189,10 @@ def _layers_beside(
     """
     found = []
     for container in dict.fromkeys(block.parents[0] for block in blocks):
-        for item in container.children if isinstance(container.module, _CONTAINERS) else ():
-            is_plain = not item.children and item not in taken and not _is_small(tree, item.numel)
+        for item in tree.children(container) if isinstance(container.module, _CONTAINERS) else ():
+            is_plain = (
+                not tree.children(item) and item not in taken and not _is_small(tree, item.numel)
+            )
             if is_plain and is_called(item):
                 found.append(item)
     return found
@@ -248,7 +252,7 @@ def _norm_before(
     between = [node for node in outside if last < node.place < head.place and node.params]
     for index, node in enumerate(between):
         name = type(node.module).__name__.lower()
-        if "norm" not in name or "batchnorm" in name or node.children:
+        if "norm" not in name or "batchnorm" in name or tree.children(node):
             continue
         own = {tree.specs[fqn].dtype for fqn in node.params if tree.specs[fqn].trainable}
         if len(own | dtypes) < 2:

@@ -43,6 +43,8 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
             continue
         ranks = plan.mesh_of(unit).shard_size
         for spec in plan.split_specs(unit):
+            if not spec.shape or spec.shape[0] % ranks == 0:
+                continue
             dim = _better_dim(spec, ranks)
             if dim and spec.fqn not in keep:
                 alike = found[spec.shape, spec.dtype]
@@ -75,7 +77,7 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
 
 
 def _better_dim(spec: ParamSpec, ranks: int) -> int:
-    """Return the first dim that the ranks divide; 0 where that is dim 0, or there is none."""
+    """Return the first dim that the ranks divide; 0 without one."""
     for dim, size in enumerate(spec.shape):
         if size % ranks == 0:
             return dim

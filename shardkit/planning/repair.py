@@ -33,13 +33,13 @@ def join_ties(
     the root, the outer one owns the parameter.
     """
     notes: list[str] = []
-    if not tree.shares:
+    if not (tree.shares_params or tree.shares_modules):
         return selections, notes
     while True:  # each round joins a tie or dissolves a unit; in the end the root owns everything
         _, in_several = assign(tree, [each.modules for each in selections], skipped)
         if not in_several:
             return selections, notes
-        owners = tree.owners[in_several[0]]
+        owners = tree.owners(in_several[0])
         around = units_around(tree, [each.modules for each in selections])
         indices: set[int] = set()
         for owner in owners:
@@ -55,14 +55,14 @@ def join_ties(
             notes.append(f"{names}: shares a parameter with the root, so the root gathers it")
             selections = [each for each in selections if each not in gone]
         else:
-            selections = _join(selections, owning, sharing)
+            selections = _join(tree, selections, owning, sharing)
 
 
 def _join(
-    selections: list[Selection], owning: list[Selection], sharing: list[ModuleNode]
+    tree: ModelTree, selections: list[Selection], owning: list[Selection], sharing: list[ModuleNode]
 ) -> list[Selection]:
     """Make one unit of these modules and of the owning units with modules at or below them."""
-    inside = {below for node in sharing for below in node.subtree()}
+    inside = {below for node in sharing for below in tree.subtree(node)}
     joined = [each for each in owning if not inside.isdisjoint(each.modules)]
     modules = list(sharing)
     for selection in joined:
@@ -105,8 +105,8 @@ def split_dtypes(
             dtype = tree.specs[fqn].dtype
             if dtype == kept:
                 continue
-            if all(_trains_only(tree, node, dtype, selection) for node in tree.owners[fqn]):
-                by_dtype[dtype] += tree.owners[fqn]
+            if all(_trains_only(tree, node, dtype, selection) for node in tree.owners(fqn)):
+                by_dtype[dtype] += tree.owners(fqn)
             else:
                 odd.add(fqn)
         for nodes in by_dtype.values():
@@ -123,7 +123,7 @@ def split_dtypes(
     if odd:
         size = nbytes(sum(tree.specs[fqn].nbytes for fqn in odd))
         notes.append(
-            f"{listing([fqn for fqn in tree.params if fqn in odd], 4)}: train in another dtype "
+            f"{listing(tree.ordered(odd), 4)}: train in another dtype "
             "than the rest of their unit and cannot be a unit of their own, so are replicated, "
             f"{size} on every rank"
         )
@@ -136,7 +136,7 @@ def _trains_only(
     """Whether a module of a unit can be taken out of it to train this dtype."""
     if node in selection.modules or not is_called(node):
         return False
-    for below in node.subtree():
+    for below in tree.subtree(node):
         for fqn in below.params:
             if tree.specs[fqn].trainable and tree.specs[fqn].dtype != dtype:
                 return False

@@ -136,7 +136,7 @@ def replicated_modules(tree: ModelTree, rules: Rule | Sequence[Rule]) -> set[Mod
     for rule in _as_rules(rules):
         for selection in _without_settings(tree, rule, "replicate"):
             for node in selection.modules:
-                found.update(node.subtree())
+                found.update(tree.subtree(node))
     split = {fqn for node in found for fqn in node.params if tree.specs[fqn].tensor_parallel}
     if split:
         raise PlanError(
@@ -174,7 +174,7 @@ def _not_taken(tree: ModelTree, rule: UnitRule, taken: dict[ModuleNode, str]) ->
     """Return what a rule matches and no earlier rule has; PlanError if that is nothing."""
     found = []
     for selection in rule.select(tree, taken.keys()):
-        if any(node is tree.root or has_parameters(node) for node in selection.modules):
+        if any(node is tree.root or _has_parameters(tree, node) for node in selection.modules):
             found.append(selection)
     if not found:
         raise _no_match(f"{rule.text} matches no module that has parameters", tree)
@@ -193,9 +193,9 @@ def _not_taken(tree: ModelTree, rule: UnitRule, taken: dict[ModuleNode, str]) ->
     return fresh
 
 
-def has_parameters(node: ModuleNode) -> bool:
+def _has_parameters(tree: ModelTree, node: ModuleNode) -> bool:
     """Whether a module has parameters at or below, perhaps empty ones."""
-    return bool(node.params) or any(map(has_parameters, node.children))
+    return any(below.params for below in tree.subtree(node))
 
 
 def _check_callable(rule: UnitRule, selection: Selection) -> None:
@@ -213,7 +213,7 @@ def _check_dim(tree: ModelTree, rule: UnitRule, selection: Selection) -> None:
     dim = selection.overrides.get("shard_dim") or 0
     most = 0
     for node in selection.modules:
-        for below in node.subtree():
+        for below in tree.subtree(node):
             most = max([most, *(len(tree.specs[fqn].shape) for fqn in below.params)])
     if dim >= max(1, most):
         names = listing(node.name for node in selection.modules)

@@ -58,7 +58,9 @@ def large_modules(tree: ModelTree, min_numel: int, taken: Set[ModuleNode]) -> li
     found = []
     for node in tree.post_order:
         if node not in taken:
-            left[node] = node.numel - sum(child.numel - left[child] for child in node.children)
+            left[node] = node.numel - sum(
+                child.numel - left[child] for child in tree.children(node)
+            )
             if node is not tree.root and left[node] >= min_numel and is_called(node):
                 left[node] = 0
                 found.append(node)

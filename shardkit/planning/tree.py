@@ -6,7 +6,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardkit.errors import PlanError, listing
 from shardkit.plan import ParamSpec
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class ModuleNode:
     """One module of the model. A module that is registered in several places
     has several parents.
@@ -29,35 +29,29 @@ class ModuleNode:
     fqn: str  # where the model registers it first; "" is the root
     module: nn.Module
     place: int  # in the order of named_modules()
-    # tuples: a list in every module would make work for the garbage collector
+    # The tree has the children: a cycle of references would keep all nodes until the garbage
+    # collector finds them, which is slow for large models.
     parents: tuple[ModuleNode, ...] = ()
-    children: tuple[ModuleNode, ...] = ()
-    params: tuple[str, ...] = ()  # that it registers itself, by their first FQNs
-    numel: int = 0  # elements at or below; a tied parameter counts at each of its places
-    is_no_unit: bool = False  # a dry run saw that FSDP2 would train it wrongly as one
+    params: tuple[str, ...] = field(default=(), init=False)  # its own, by their first FQNs
+    numel: int = field(default=0, init=False)  # at or below; of a tied parameter at each place
+    below: int = field(default=0, init=False)  # the number of modules, where none is shared
+    is_no_unit: bool = field(default=False, init=False)  # a dry run saw it train wrongly as one
 
     @property
     def name(self) -> str:
         """The FQN, for messages."""
         return self.fqn or "(root)"
 
-    def subtree(self) -> list[ModuleNode]:
-        """The module and all below it, each once, outer ones first."""
-        return _reached([self], "children")
-
     def ancestors(self) -> list[ModuleNode]:
         """The modules around it, each once, inner ones first."""
-        return _reached([*self.parents], "parents")
-
-
-def _reached(nodes: list[ModuleNode], direction: str) -> list[ModuleNode]:
-    seen = set(nodes)
-    for node in nodes:  # which grows
-        for other in getattr(node, direction):
-            if other not in seen:
-                seen.add(other)
-                nodes.append(other)
-    return nodes
+        around = list(self.parents)
+        seen = set(around)
+        for node in around:  # which grows
+            for parent in node.parents:
+                if parent not in seen:
+                    seen.add(parent)
+                    around.append(parent)
+        return around
 
 
 class ModelTree:
@@ -70,8 +64,8 @@ class ModelTree:
         by_class: those of each class of modules, in order.
         params: each parameter once, by its first FQN.
         specs: what a plan records of each of them.
-        owners: the modules that register each of them; several where it is tied.
-        shares: whether a parameter is registered in several places, or a module is.
+        shares_modules: whether a module is registered in several places.
+        shares_params: whether a parameter is.
         unsplit: the parameters of tensor classes with operators of their own, such as DTensors.
     """
 
@@ -84,9 +78,10 @@ class ModelTree:
         self.by_class: dict[type[nn.Module], list[ModuleNode]] = defaultdict(list)
         self.params: dict[str, nn.Parameter] = {}
         self.specs: dict[str, ParamSpec] = {}
-        self.owners: dict[str, tuple[ModuleNode, ...]] = {}
-        self.shares = False
+        self.shares_modules = False
+        self.shares_params = False
         self.unsplit: set[str] = set()
+        self._children: dict[ModuleNode, list[ModuleNode]] = {}
         self._by_module: dict[int, ModuleNode] = {}
         self._by_param: dict[int, str] = {}
         self._aliases: dict[str, str] = {}
@@ -98,47 +93,45 @@ class ModelTree:
         self.by_class[type(module)].append(node)
         self._by_module[id(module)] = node
         prefix = f"{fqn}." if fqn else ""
-        alone = (node,)  # once, for all that it registers
-        numel = 0
-        params: list[str] = []
-        children: list[ModuleNode] = []
         for name, param in module._parameters.items():
             if param is not None:
-                params.append(self._register(prefix + name, param, alone))
-                numel += param.numel()
-        for name, child in module._modules.items():
-            if child is None:
-                continue
-            seen = self._by_module.get(id(child))
-            if seen is None:
-                seen = self._walk(prefix + name, child, alone)
-            elif node in seen.parents or seen is node or seen in node.ancestors():
-                continue  # its own descendant, where named_modules() stops too
-            else:
-                seen.parents += alone
-                self.shares = True
-            children.append(seen)
-            numel += seen.numel
-        node.params, node.children, node.numel = tuple(params), tuple(children), numel
+                node.params += (self._register(prefix + name, param),)
+                node.numel += param.numel()
+        if module._modules:
+            around = (node,)  # one tuple for all children
+            children: list[ModuleNode] = []
+            for name, child in module._modules.items():
+                if child is None:
+                    continue
+                seen = self._by_module.get(id(child))
+                if seen is None:
+                    seen = self._walk(prefix + name, child, around)
+                elif node in seen.parents or seen is node or seen in node.ancestors():
+                    continue  # its own descendant, where named_modules() stops too
+                else:
+                    seen.parents += around
+                    self.shares_modules = True
+                children.append(seen)
+                node.numel += seen.numel
+            self._children[node] = children
+            node.below = len(self.nodes) - node.place - 1
         self.post_order.append(node)
         return node
 
-    def _register(self, fqn: str, param: nn.Parameter, owner: tuple[ModuleNode]) -> str:
+    def _register(self, fqn: str, param: nn.Parameter) -> str:
         first = self._by_param.setdefault(id(param), fqn)
         if first == fqn:
             self.params[fqn] = param
             self.specs[fqn] = self._spec(fqn, param)
-            self.owners[fqn] = owner
         else:
             spec = self.specs[first]
             self.specs[first] = spec._replace(aliases=(*spec.aliases, fqn))
-            self.owners[first] += owner
             self._aliases[fqn] = first
-            self.shares = True
+            self.shares_params = True
         return first
 
     def _spec(self, fqn: str, param: nn.Parameter) -> ParamSpec:
-        if is_lazy(param):
+        if type(param) is not nn.Parameter and is_lazy(param):
             raise PlanError(
                 f"{fqn} is not initialized. A lazy module has no shapes before its first forward. "
                 "Call the model once before sharding."
@@ -150,6 +143,23 @@ class ModelTree:
         if isinstance(param, DTensor):
             return spec._replace(tensor_parallel=True)
         return spec if spec.trainable else spec._replace(element_bytes=_element_bytes(param))
+
+    def children(self, node: ModuleNode) -> list[ModuleNode]:
+        """The modules that a module registers, each once."""
+        return self._children.get(node, [])
+
+    def subtree(self, node: ModuleNode) -> list[ModuleNode]:
+        """The module and all below it, each once, outer ones first."""
+        if not self.shares_modules:
+            return self.nodes[node.place : node.place + 1 + node.below]
+        inside = [node]
+        seen = {node}
+        for outer in inside:  # which grows
+            for child in self.children(outer):
+                if child not in seen:
+                    seen.add(child)
+                    inside.append(child)
+        return inside
 
     def instances(self, *classes: type) -> list[ModuleNode]:
         """The modules of these classes."""
@@ -169,6 +179,15 @@ class ModelTree:
             return self.node(fqn)
         except AttributeError:
             return None
+
+    def owners(self, fqn: str) -> list[ModuleNode]:
+        """The modules that register a parameter: several where it is tied."""
+        paths = (fqn, *self.specs[fqn].aliases)
+        return [self.node(path.rpartition(".")[0]) for path in paths]
+
+    def ordered(self, fqns: Set[str]) -> tuple[str, ...]:
+        """These parameters in the model's order."""
+        return tuple(fqn for fqn in self.params if fqn in fqns) if fqns else ()
 
     def fqn_of(self, param: torch.Tensor | str) -> str | None:
         """The first FQN of a parameter, given itself or any of its FQNs; None if it is not here."""
@@ -242,10 +261,9 @@ def assign(
             if fqn in seen:
                 continue
             seen.add(fqn)
-            owners = tree.owners[fqn]
             places = around[node]
-            if len(owners) > 1:
-                places = places.union(*[around[owner] for owner in owners])
+            if tree.specs[fqn].aliases:
+                places = places.union(*[around[owner] for owner in tree.owners(fqn)])
             if len(places) > 1:
                 in_several.append(fqn)
             owned[min(around[node])].append(fqn)
@@ -254,7 +272,7 @@ def assign(
 
 def tie_problem(tree: ModelTree, fqn: str) -> str:
     """Return the error for a tied parameter that is in several units."""
-    names = [node.name for node in tree.owners[fqn]]
+    names = [node.name for node in tree.owners(fqn)]
     group = f"group({', '.join(map(repr, names))})"
     return (
         f"{fqn} is shared by {listing(names)}, which are in different units. "
@@ -274,6 +292,8 @@ def is_called(node: ModuleNode) -> bool:
     """False without forward, or where an outer module uses its parameters without calling it."""
     if node.is_no_unit or not has_forward(node.module):
         return False
+    if not node.fqn.rpartition(".")[2].isidentifier():
+        return True  # an item of a list; no source can name its parameters
     return not any(reads(outer, node) for outer in node.ancestors())
 
 
