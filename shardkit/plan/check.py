@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+
+import torch
 
 from shardkit.errors import listing
 from shardkit.plan.data import PlanData, callers, dtype_name
@@ -54,11 +57,13 @@ def children_first(plan: PlanData) -> Iterator[str]:
     seen: set[str] = set()
     for unit in plan.units:
         for fqn in unit.modules:
-            around = [outer for outer in (fqn, *ancestors(fqn)) if outer in seen]  # innermost first
-            if around:
-                problem = f"comes after {around[0] or '(root)'}, its parent"
-                if around[0] == fqn:
-                    problem = "appears in two units"
+            problem = ""
+            if fqn in seen:
+                problem = "appears in two units"
+            elif not seen.isdisjoint(ancestors(fqn)):
+                around = next(outer for outer in ancestors(fqn) if outer in seen)
+                problem = f"comes after {around or '(root)'}, its parent"
+            if problem:
                 yield (
                     f"{fqn or '(root)'} {problem}. fully_shard is called once for each module, "
                     "children before parents. Put inner units before outer ones."
@@ -67,15 +72,14 @@ def children_first(plan: PlanData) -> Iterator[str]:
 
 
 def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
-    trained = [spec for spec in plan.specs_of(unit) if spec.trainable]
-    dtypes = dict.fromkeys(spec.dtype for spec in trained)
-    if len(dtypes) > 1:
-        found = []
-        for dtype in dtypes:
-            fqns = [spec.fqn for spec in trained if spec.dtype == dtype]
-            found.append(f"{dtype_name(dtype)}: {listing(fqns, 5)}")
+    fqns: dict[torch.dtype, list[str]] = defaultdict(list)
+    for spec in plan.specs_of(unit):
+        if spec.trainable:
+            fqns[spec.dtype].append(spec.fqn)
+    if len(fqns) > 1:
+        dtypes = [f"{dtype_name(dtype)}: {listing(names, 5)}" for dtype, names in fqns.items()]
         yield (
-            f"{unit.name} trains parameters of {len(dtypes)} dtypes ({'; '.join(found)}). The "
+            f"{unit.name} trains parameters of {len(fqns)} dtypes ({'; '.join(dtypes)}). The "
             "trainable parameters of a unit have one dtype, since their gradients are reduced "
             "together. Cast them to one dtype, or give the modules of one dtype a unit of their "
             "own."
@@ -83,9 +87,11 @@ def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
 
 
 def _world_size_to_reshard_to(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
-    ranks = plan.mesh_of(unit).shard_size
     value = unit.reshard_after_forward
-    if is_world_size(value) and (value < 1 or ranks % value):
+    if not is_world_size(value):
+        return
+    ranks = plan.mesh_of(unit).shard_size
+    if value < 1 or ranks % value:
         fits = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
         yield (
             f"{unit.name} has reshard_after_forward={value}. As an int it must divide the {ranks} "

@@ -102,7 +102,9 @@ def _small_shared(tree: ModelTree) -> set[str]:
     """Return the frozen parameters of a few elements that several modules share, as of a rotary
     embedding, which may have methods that no unit gathers for.
     """
-    found = set()
+    found: set[str] = set()
+    if not tree.shares_modules:
+        return found
     for fqn, spec in tree.specs.items():
         if not spec.trainable and spec.numel <= FEW:
             around = [node for owner in tree.owners(fqn) for node in (owner, *owner.ancestors())]

@@ -230,9 +230,12 @@ def units_around(
     Several, by index, where a module is registered in several units.
     """
     around: dict[ModuleNode, frozenset[int]] = {}
-    for index, modules in enumerate(units):
-        for node in modules:
-            around[node] = frozenset([index])
+    unit_of = {node: frozenset([index]) for index, nodes in enumerate(units) for node in nodes}
+    if not tree.shares_modules:
+        for node in in_order(unit_of):  # outer ones first
+            around.update(dict.fromkeys(tree.subtree(node), unit_of[node]))
+        return around
+    around.update(unit_of)
     for node in reversed(tree.post_order):  # all its parents come before a module
         if node in around:
             continue
@@ -255,18 +258,21 @@ def assign(
     around = units_around(tree, units)
     owned: list[list[str]] = [[] for _ in units]
     in_several: list[str] = []
-    seen = set(skipped)
+    tied: set[str] = set()
     for node in tree.post_order:
+        if not node.params:
+            continue
+        unit = min(around[node])
         for fqn in node.params:
-            if fqn in seen:
+            if fqn in skipped or fqn in tied:
                 continue
-            seen.add(fqn)
             places = around[node]
             if tree.specs[fqn].aliases:
+                tied.add(fqn)
                 places = places.union(*[around[owner] for owner in tree.owners(fqn)])
             if len(places) > 1:
                 in_several.append(fqn)
-            owned[min(around[node])].append(fqn)
+            owned[unit].append(fqn)
     return owned, in_several
 
 
