@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-
-import torch
 
 from shardkit.errors import listing
 from shardkit.plan.data import PlanData, callers, dtype_name
@@ -72,18 +69,18 @@ def children_first(plan: PlanData) -> Iterator[str]:
 
 
 def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
-    fqns: dict[torch.dtype, list[str]] = defaultdict(list)
-    for spec in plan.specs_of(unit):
-        if spec.trainable:
-            fqns[spec.dtype].append(spec.fqn)
-    if len(fqns) > 1:
-        dtypes = [f"{dtype_name(dtype)}: {listing(names, 5)}" for dtype, names in fqns.items()]
-        yield (
-            f"{unit.name} trains parameters of {len(fqns)} dtypes ({'; '.join(dtypes)}). The "
-            "trainable parameters of a unit have one dtype, since their gradients are reduced "
-            "together. Cast them to one dtype, or give the modules of one dtype a unit of their "
-            "own."
-        )
+    dtypes = {spec.dtype for spec in plan.specs_of(unit) if spec.trainable}
+    if len(dtypes) < 2:
+        return
+    lists = []
+    for dtype in sorted(dtypes, key=str):
+        fqns = [spec.fqn for spec in plan.specs_of(unit) if spec.trainable and spec.dtype == dtype]
+        lists.append(f"{dtype_name(dtype)}: {listing(fqns, 5)}")
+    yield (
+        f"{unit.name} trains parameters of {len(dtypes)} dtypes ({'; '.join(lists)}). The "
+        "trainable parameters of a unit have one dtype, since their gradients are reduced "
+        "together. Cast them to one dtype, or give the modules of one dtype a unit of their own."
+    )
 
 
 def _world_size_to_reshard_to(plan: PlanData, unit: ShardUnit) -> Iterator[str]:

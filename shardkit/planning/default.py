@@ -30,7 +30,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def default_units(tree: ModelTree) -> list[Selection]:
     """Return the units of the default rule, the root last."""
     blocks = find_blocks(tree)
-    in_blocks = {node for block in blocks for node in tree.subtree(block)}
+    in_blocks: set[ModuleNode] = set()
+    for block in blocks:
+        in_blocks.update(tree.subtree(block))
     in_lists = set(in_blocks)  # other items of lists need not be called
     for node in tree.instances(nn.ModuleList):
         in_lists.update(

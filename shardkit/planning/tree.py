@@ -6,7 +6,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardkit.errors import PlanError, listing
 from shardkit.plan import ParamSpec
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ModuleNode:
     """One module of the model. A module that is registered in several places
     has several parents.
@@ -31,11 +31,11 @@ class ModuleNode:
     place: int  # in the order of named_modules()
     # The tree has the children: a cycle of references would keep all nodes until the garbage
     # collector finds them, which is slow for large models.
-    parents: tuple[ModuleNode, ...] = ()
-    params: tuple[str, ...] = field(default=(), init=False)  # its own, by their first FQNs
-    numel: int = field(default=0, init=False)  # at or below; of a tied parameter at each place
-    below: int = field(default=0, init=False)  # the number of modules, where none is shared
-    is_no_unit: bool = field(default=False, init=False)  # a dry run saw it train wrongly as one
+    parents: tuple[ModuleNode, ...]
+    params: tuple[str, ...]  # that it registers itself, by their first FQNs
+    numel: int  # elements at or below; a tied parameter counts at each of its places
+    below: int = 0  # the number of modules, where none is shared
+    is_no_unit: bool = False  # a dry run saw that FSDP2 would train it wrongly as one
 
     @property
     def name(self) -> str:
@@ -88,15 +88,17 @@ class ModelTree:
         self.root = self._walk("", model, ())
 
     def _walk(self, fqn: str, module: nn.Module, parents: tuple[ModuleNode, ...]) -> ModuleNode:
-        node = ModuleNode(fqn, module, len(self.nodes), parents)
+        prefix = f"{fqn}." if fqn else ""
+        params = []
+        numel = 0
+        for name, param in module._parameters.items():
+            if param is not None:
+                params.append(self._register(prefix + name, param))
+                numel += param.numel()
+        node = ModuleNode(fqn, module, len(self.nodes), parents, tuple(params), numel)
         self.nodes.append(node)
         self.by_class[type(module)].append(node)
         self._by_module[id(module)] = node
-        prefix = f"{fqn}." if fqn else ""
-        for name, param in module._parameters.items():
-            if param is not None:
-                node.params += (self._register(prefix + name, param),)
-                node.numel += param.numel()
         if module._modules:
             around = (node,)  # one tuple for all children
             children: list[ModuleNode] = []
