@@ -24,7 +24,7 @@ import importlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,29 +121,35 @@ def without_data() -> Iterator[None]:
     def write_parts(
         files: Sequence[NewFile], *args: Any, **kwargs: Any
     ) -> dict[Path, tuple[int, int]]:
-        _write_parts(files, *args, **kwargs)
+        written = _write_parts(files, *args, **kwargs)
         # as if the other ranks had written theirs
-        return {file.path: (file.size, 0) for file in files}
+        for file in files:
+            if file.path.exists():
+                os.truncate(file.path, file.size)
+        return {file.path: (file.size, written[file.path][1]) for file in files}
 
-    def file_sums(files: Iterable[Path], *share: int) -> list[int]:
-        return [
-            byte_ranges.bytes_sum(file.read_bytes(), 0) if file.name == save.STATE else 0
-            for file in files
-        ]
+    def file_sums(sizes: Mapping[Path, int], *share: int) -> list[int]:
+        """Only state.pt has been summed."""
+        state = {file: size for file, size in sizes.items() if file.name == save.STATE}
+        (total,) = _file_sums(state, 0, 1)
+        return [total if file in state else 0 for file in sizes]
 
-    def each_equal(values: Sequence[Any], groups: Any) -> list[bool]:
-        tensors, *own = _each_equal(values, groups)
-        return [tensors, *(False for _ in own)]
+    def part_sum(memory: torch.Tensor, box: Any, location: Any) -> int:
+        return _part_sum(memory, box, location) if location.file.name == save.STATE else 0
+
+    def equal_on_all(numbers: Mapping[str, int | None], groups: Any) -> set[str]:
+        return _equal_on_all(numbers, groups) & {"tensors"}
 
     _write_all, _read_all = byte_ranges.write_all, byte_ranges.read_all
-    _write_parts, _each_equal = save.write_parts, save.each_equal
+    _write_parts, _equal_on_all = save.write_parts, save._equal_on_all
+    _part_sum, _file_sums = byte_ranges._part_sum, native.file_sums
     nothing: list[tuple[Any, str, Any]] = [
         (os, "fsync", lambda _: None),
         (byte_ranges, "read_all", read_all),
         (byte_ranges, "write_all", write_all),
-        (byte_ranges, "_part_sum", lambda *_: 0),
+        (byte_ranges, "_part_sum", part_sum),
         (save, "write_parts", write_parts),
-        (save, "each_equal", each_equal),
+        (save, "_equal_on_all", equal_on_all),
         (native, "file_sums", file_sums),
     ]
     with ExitStack() as stack:

@@ -9,7 +9,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -94,34 +93,33 @@ def background_groups(groups: Groups) -> Groups:
     base = groups[0] or dist.group.WORLD
     assert base is not None, "ranks that save together are in a group"
     if base not in _groups:
-        ranks = None if base is dist.group.WORLD else dist.get_process_group_ranks(base)
-        local = ranks is not None
-        _groups[base] = dist.new_group(ranks, backend="gloo", use_local_synchronization=local)
+        is_world = base is dist.group.WORLD
+        ranks = None if is_world else dist.get_process_group_ranks(base)
+        _groups[base] = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=not is_world
+        )
     return [_groups[base]]
 
 
-# The memory of each model's last background save, by shape, dtype and device. The next one
-# overwrites it: to find new pages takes a CPU longer than to fill them.
-_Kept: TypeAlias = dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]]
-_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+# The memory of each model's last background save, in order. The next one overwrites it: to find new
+# pages takes a CPU longer than to fill them.
+_kept: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
 def copied_to_host(tensors: Iterable[Tensor], model: nn.Module) -> list[Tensor]:
     """Return copies of plain tensors in CPU memory. Local; no save of the model may be running."""
-    spare, used = _kept.pop(model, {}), _Kept()
-    copies = []
+    kept = iter(_kept.pop(model, []))
+    copies, devices = [], set()
     for tensor in tensors:
-        kind = (tensor.shape, tensor.dtype, tensor.device)
-        if spare.get(kind):
-            memory = spare[kind].pop()
-        else:
+        memory = next(kept, None)
+        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
             pin = tensor.device.type not in ("cpu", "mps")
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
         copies.append(memory.copy_(tensor, non_blocking=True))
-        used.setdefault(kind, []).append(memory)
-    for device in {device for _, _, device in used}:
+        devices.add(tensor.device)
+    for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-    _kept[model] = used
+    _kept[model] = copies
     return copies

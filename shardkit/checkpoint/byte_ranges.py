@@ -1,7 +1,7 @@
-"""Write and read parts of tensors at their places in files: byte ranges, and checksums of files.
+"""Write and read parts of tensors at their places in files, and compute checksums of files.
 
-A file holds a tensor row by row. The part of a rank is a box of the tensor, so it lies there in
-runs of equal length.
+A file holds a tensor row by row. A rank's part is a box of the tensor, so in the file it is runs of
+bytes of equal length.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_own_dispatch
-from shardkit.checkpoint.format import Entry, NewFile
+from shardkit.checkpoint.format import Location, NewFile
 from shardkit.shards import Box, local_box, local_value
 
 Part: TypeAlias = "tuple[Tensor, Box]"  # a rank's part of a tensor, and where it lies in it
 
-STAGE = 1 << 24  # bytes of CPU memory through which other values go
+STAGE = 1 << 24  # bytes of CPU memory through which values go that cannot be written as they lie
 MASK = (1 << 64) - 1
 
 
@@ -45,20 +45,22 @@ def runs_of(box: Box, shape: Sequence[int]) -> tuple[list[int], int]:
     """Return where each contiguous run of a box starts in the full tensor, and their length, in
     elements. Pure.
     """
-    if any(size == 0 for _, size in box):
+    sizes = [size for _, size in box]
+    if 0 in sizes:
         return [], 0
-    # the dims from here on are in the box whole; a run is a range of the dim before
+    # The box has all of the last dims. A run is these, and a range of the dim before them.
     whole = len(shape)
     while whole > 0 and box[whole - 1] == (0, shape[whole - 1]):
         whole -= 1
     outer = max(whole - 1, 0)
-    length = math.prod(size for _, size in box[outer:])
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-    steps = []
-    for (_, size), stride in zip(box[:outer], strides[:outer], strict=True):
-        steps.append(range(0, size * stride, stride))
-    return [first + sum(offsets) for offsets in itertools.product(*steps)], length
+    first, steps = 0, []
+    for dim, (start, size) in enumerate(box):
+        stride = math.prod(shape[dim + 1 :])
+        first += start * stride
+        if dim < outer:
+            steps.append(range(0, size * stride, stride))
+    starts = [first + sum(offsets) for offsets in itertools.product(*steps)]
+    return starts, math.prod(sizes[outer:])
 
 
 def staged(part: Part, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Box]]:
@@ -82,37 +84,41 @@ def staged(part: Part, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Box
         buffer = torch.empty(shape, dtype=dtype, pin_memory=not on_cpu)
         for first in range(0, len(values), step):
             rows = values[first : first + step]
-            at = (box[0][0] + first, len(rows))
-            yield rows, buffer[: len(rows)], (at, *box[1:])
+            row_range = (box[0][0] + first, len(rows))
+            yield rows, buffer[: len(rows)], (row_range, *box[1:])
 
 
-def _file_runs(memory: Tensor, box: Box, entry: Entry) -> Iterator[tuple[memoryview, int]]:
-    """Yield the memory of each run of a contiguous part, and where it starts in the file."""
-    starts, length = runs_of(box, entry.shape)
-    size = entry.dtype.itemsize
+def _file_runs(memory: Tensor, box: Box, location: Location) -> Iterator[tuple[memoryview, int]]:
+    """Yield the bytes of each run of a contiguous part, and where it starts in the file."""
+    starts, length = runs_of(box, location.shape)
+    size = location.dtype.itemsize
     data = raw(memory)
     for number, start in enumerate(starts):
-        yield (
-            data[number * length * size : (number + 1) * length * size],
-            entry.start + start * size,
-        )
+        run = data[number * length * size : (number + 1) * length * size]
+        yield run, location.start + start * size
+
+
+def header_parts(files: Iterable[NewFile]) -> list[tuple[Location, Part]]:
+    """Return the headers of files as parts of them, which one rank writes."""
+    parts = []
+    for file in files:
+        header = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+        parts.append((Location(torch.uint8, header.shape, file.path, 0), part_of(header)))
+    return parts
 
 
 def write_parts(
     files: Sequence[NewFile],
-    parts: Iterable[tuple[Entry, Part]],
+    parts: Iterable[tuple[Location, Part]],
     *,
-    create: bool = False,
     turn: int = 0,
     flush: bool = True,
 ) -> dict[Path, tuple[int, int]]:
     """Write this rank's parts of tensors to their places in files. Local.
 
     Args:
-        files: every file of the save.
-        parts: with the entries of their tensors.
-        create: whether to make the files, with their headers, as the first rank does; the others
-            may be writing into them already.
+        files: every file of the save. Other ranks may be writing into them already.
+        parts: with the locations of their tensors.
         turn: the file to begin with, another one for each rank: ext4 and XFS lock a file for each
             write, so that ranks would wait for each other.
         flush: have the bytes on the disk.
@@ -120,59 +126,52 @@ def write_parts(
     Returns:
         for each file the bytes written, and what they add to its checksum.
     """
-    by_file: dict[Path, list[tuple[Entry, Part]]] = {file.path: [] for file in files}
-    for entry, part in parts:
-        by_file[entry.file].append((entry, part))
+    by_file: dict[Path, list[tuple[Location, Part]]] = {file.path: [] for file in files}
+    for location, part in parts:
+        by_file[location.file].append((location, part))
     written = {}
     for number in range(len(files)):
-        file = files[(number + turn) % len(files)]
+        path = files[(number + turn) % len(files)].path
         count = total = 0
-        if create or by_file[file.path]:
-            with open_file(file.path, os.O_WRONLY | os.O_CREAT) as descriptor:
-                if create:
-                    os.ftruncate(descriptor, file.size)
-                    write_all(descriptor, memoryview(file.header), 0)
-                    count, total = len(file.header), bytes_sum(file.header, 0)
-                for entry, part in sorted(by_file[file.path], key=lambda job: job[0].start):
-                    for view, memory, box in staged(part, entry.dtype):
+        if by_file[path]:
+            with open_file(path, os.O_WRONLY | os.O_CREAT) as descriptor:
+                for location, part in sorted(by_file[path], key=lambda item: item[0].start):
+                    for view, memory, box in staged(part, location.dtype):
                         if memory is not view:
                             memory.copy_(view)
-                        for data, start in _file_runs(memory, box, entry):
-                            write_all(descriptor, data, start)
+                        for run, start in _file_runs(memory, box, location):
+                            write_all(descriptor, run, start)
                         count += memory.nbytes
-                        total += _part_sum(memory, box, entry)
+                        total += _part_sum(memory, box, location)
                 if flush:
                     os.fsync(descriptor)
-        written[file.path] = count, total & MASK
+        written[path] = count, total & MASK
     return written
 
 
-def read_parts(jobs: Iterable[tuple[Entry, Part]]) -> None:
+def read_parts(parts: Iterable[tuple[Location, Part]]) -> None:
     """Fill parts of tensors from files, converted to their dtypes. Local."""
-    by_file: dict[Path, list[tuple[Entry, Part]]] = {}
-    for entry, part in jobs:
-        by_file.setdefault(entry.file, []).append((entry, part))
-    for file, own in sorted(by_file.items()):
-        with open_file(file, os.O_RDONLY) as descriptor:
-            for entry, part in sorted(own, key=lambda job: job[0].start):
-                for view, memory, box in staged(part, entry.dtype):
-                    for data, start in _file_runs(memory, box, entry):
-                        read_all(descriptor, data, start)
+    by_file: dict[Path, list[tuple[Location, Part]]] = {}
+    for location, part in parts:
+        by_file.setdefault(location.file, []).append((location, part))
+    for path, own in sorted(by_file.items()):
+        with open_file(path, os.O_RDONLY) as descriptor:
+            for location, part in sorted(own, key=lambda item: item[0].start):
+                for view, memory, box in staged(part, location.dtype):
+                    for run, start in _file_runs(memory, box, location):
+                        read_all(descriptor, run, start)
                     if memory is not view:
                         view.copy_(memory)
 
 
-# ---- checksums: the sum of a file's bytes as little-endian 64-bit words, mod 2**64, however it is
+# ---- checksums: the sum of a file's bytes as little-endian 64-bit words, mod 2**64 ---------------
 
 
-def bytes_sum(data: bytes | memoryview | Tensor, start: int) -> int:
+def bytes_sum(data: Tensor, start: int) -> int:
     """Return what bytes that lie at ``start`` in a file add to its checksum. Pure."""
-    flat = (
-        data if isinstance(data, Tensor) else torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    )
     total = 0
-    for first in range(0, flat.numel(), STAGE):
-        words = flat[first : first + STAGE]
+    for first in range(0, data.numel(), STAGE):
+        words = data[first : first + STAGE]
         lead = (start + first) % 8
         if lead or words.numel() % 8 or words.data_ptr() % 8 or words.storage_offset() % 8:
             padded = torch.zeros(-(-(lead + words.numel()) // 8) * 8, dtype=torch.uint8)
@@ -182,17 +181,16 @@ def bytes_sum(data: bytes | memoryview | Tensor, start: int) -> int:
     return total & MASK
 
 
-def _part_sum(memory: Tensor, box: Box, entry: Entry) -> int:
-    starts, length = runs_of(box, entry.shape)
-    size = entry.dtype.itemsize
-    data = memory.reshape(-1).view(torch.uint8)
-    if length * size % 8 == 0 and all((entry.start + start * size) % 8 == 0 for start in starts):
-        return bytes_sum(data, 0)
+def _part_sum(memory: Tensor, box: Box, location: Location) -> int:
+    starts, length = runs_of(box, location.shape)
+    size = location.dtype.itemsize
+    # Where all runs are whole words they are summed at once: a part of columns has many.
+    if length * size % 8 == 0 and all((location.start + at * size) % 8 == 0 for at in starts):
+        return bytes_sum(memory.reshape(-1).view(torch.uint8), 0)
     total = 0
-    for number, start in enumerate(starts):
-        run = data[number * length * size : (number + 1) * length * size]
-        total += bytes_sum(run, entry.start + start * size)
-    return total & MASK
+    for run, start in _file_runs(memory, box, location):
+        total += bytes_sum(torch.frombuffer(run, dtype=torch.uint8), start)
+    return total
 
 
 def file_sums(sizes: Mapping[Path, int], share: int, shares: int) -> list[int]:
@@ -204,10 +202,10 @@ def file_sums(sizes: Mapping[Path, int], share: int, shares: int) -> list[int]:
     for file, size in sizes.items():
         total = 0
         blocks = range(0, size, STAGE)
-        mine = blocks[(share - number) % shares :: shares]
-        if mine:
+        own_blocks = blocks[(share - number) % shares :: shares]
+        if own_blocks:
             with open_file(file, os.O_RDONLY) as descriptor:
-                for start in mine:
+                for start in own_blocks:
                     block = buffer[: min(STAGE, size - start)]
                     read_all(descriptor, raw(block), start)
                     total += bytes_sum(block, start)
@@ -259,13 +257,6 @@ def read_all(descriptor: int, data: memoryview, start: int) -> None:
         if count == 0:
             raise OSError(errno.EIO, f"the file ends at byte {start:,}, {len(data):,} too early")
         data, start = data[count:], start + count
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file, and flush it."""
-    with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
-        write_all(descriptor, memoryview(data), 0)
-        os.fsync(descriptor)
 
 
 def flush_file(path: Path) -> None:

@@ -15,33 +15,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as torchs
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from shardkit.checkpoint.source import Contents, Stored, contents_of, unpack
+from shardkit.checkpoint.source import Stored, contents_of, unpack
 from shardkit.errors import CheckpointError
-from shardkit.shards import covers
 
 DCP_NAME = ".metadata"
 # what torch says of a save or load in one process
 ALONE = "torch.distributed is (disabled|unavailable)"
-_CLASSES = "torch.distributed.checkpoint.metadata"
-# What torch 2.0 to 2.15 writes. Paths are of the class of the system that saved.
+# What torch 2.0 to 2.15 writes.
 _ADMITTED = {
-    *((_CLASSES, name) for name in (*torchs.__all__, "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
-    *(
-        (module, name)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath")
-    ),
 }
+for _name in (*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING"):
+    _ADMITTED.add(("torch.distributed.checkpoint.metadata", _name))
+for _module in ("pathlib", "pathlib._local"):
+    _ADMITTED.add((_module, "PosixPath"))
 
 
 class DcpDirectory:
@@ -49,64 +45,45 @@ class DcpDirectory:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        found: torchs.Metadata = _Unpickler(io.BytesIO((directory / DCP_NAME).read_bytes())).load()
-        for info in found.storage_data.values():
-            if Path(info.relative_path).name != str(info.relative_path):
-                raise self._damaged(f"{info.relative_path} is not the name of a file")
-        leaves: dict[str, Any] = {}
-        for key, each in found.state_dict_metadata.items():
-            if isinstance(each, torchs.TensorStorageMetadata):
-                boxes = {
-                    tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in each.chunks
-                }
-                if not covers(boxes, each.size):
-                    raise self._damaged(f"the chunks of {key} do not fill it")
-                leaves[key] = Stored(each.properties.dtype, each.size, key)
+        data = io.BytesIO((directory / DCP_NAME).read_bytes())
+        metadata: dcp_metadata.Metadata = _Unpickler(data).load()
+        paths = metadata.planner_data or {}
+        tree: dict[Any, Any] = {}
+        for key, saved in metadata.state_dict_metadata.items():
+            if isinstance(saved, dcp_metadata.TensorStorageMetadata):
+                value = Stored(saved.properties.dtype, saved.size, key)
             else:
-                info = found.storage_data[torchs.MetadataIndex(key)]
+                info = metadata.storage_data[dcp_metadata.MetadataIndex(key)]
                 with open(directory / info.relative_path, "rb") as file:
                     file.seek(info.offset)
-                    data = file.read(info.length)
+                    packed = file.read(info.length)
                 try:
-                    leaves[key] = unpack(data)
-                # an object of the program that wrote it, perhaps of no use here
-                except pickle.UnpicklingError:
+                    value = unpack(packed)
+                except pickle.UnpicklingError:  # an object of the program that wrote it
                     continue
-        self.contents: Contents = contents_of(
-            _nested(leaves, found.planner_data or {}), str(directory)
-        )
-
-    def _damaged(self, problem: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._directory} is damaged: {problem}. Load an earlier checkpoint, or copy it "
-            "again."
-        )
+            *outer, last = paths.get(key, (key,))
+            inner = tree
+            for step in outer:
+                inner = inner.setdefault(step, {})
+            inner[last] = value
+        self.contents = contents_of(tree, str(directory))
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a
         part of. Local.
         """
-        reader, planner = (
-            FileSystemReader(self._directory),
-            DefaultLoadPlanner(flatten_state_dict=False),
-        )
+        reader = FileSystemReader(self._directory)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=ALONE)
                 load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is none of the former
-            raise self._damaged(str(error).strip().splitlines()[-1]) from error
-
-
-def _nested(leaves: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:
-    tree: dict[Any, Any] = {}
-    for key, value in leaves.items():
-        *around, last = paths.get(key, (key,))
-        at = tree
-        for step in around:
-            at = at.setdefault(step, {})
-        at[last] = value
-    return tree
+            problem = str(error).strip().splitlines()[-1]
+            raise CheckpointError(
+                f"{self._directory} is damaged: {problem}. Load an earlier checkpoint, or copy it "
+                "again."
+            ) from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -117,7 +94,4 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in _ADMITTED or is_dtype:
             return super().find_class(module, name)
-        # Python 3.11.0 to 3.11.3 pickle members of enums by it
-        if (module, name) == ("builtins", "getattr"):
-            return lambda enum, member: enum.__members__[member]
         raise pickle.UnpicklingError(f"{DCP_NAME} has a pickled {module}.{name}")

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint.byte_ranges import flush_directory, write_bytes
+from shardkit.checkpoint.byte_ranges import flush_directory, flush_file
 from shardkit.errors import CheckpointError, listing
 
 MANIFEST = "manifest.json"
@@ -82,15 +82,17 @@ def prepare(path: Path, overwrite: bool, keep: int | None = None) -> None:
             )
         if not overwrite:
             raise CheckpointError(f"{path} exists. Use another path, or pass overwrite=True.")
-        if foreign := _foreign_files(path):
+        foreign = _foreign_files(path)
+        if foreign:
             raise CheckpointError(
                 f"{path} has files that shardkit did not write: {listing(foreign)}. Replacing it "
                 "would delete them. Move them, or use another path."
             )
     clear(path)
-    for draft in path.parent.glob(".*.tmp") if keep is not None else ():
-        if _family(draft.name) == _family(draft_of(path).name):
-            shutil.rmtree(draft, ignore_errors=True)
+    if keep is not None:
+        for draft in path.parent.glob(".*.tmp"):
+            if _family(draft.name) == _family(draft_of(path).name):
+                shutil.rmtree(draft, ignore_errors=True)
 
 
 def put_back(path: Path) -> None:
@@ -112,8 +114,7 @@ def _family(name: str) -> str:
 
 
 def _foreign_files(path: Path) -> list[str]:
-    files = read_manifest(path, any_version=True)["files"]
-    return sorted(set(os.listdir(path)) - {MANIFEST, *files})
+    return sorted(set(os.listdir(path)) - {MANIFEST, *read_manifest(path)["files"]})
 
 
 def commit(path: Path, files: Mapping[str, tuple[int, int]], world_size: int) -> None:
@@ -129,7 +130,8 @@ def commit(path: Path, files: Mapping[str, tuple[int, int]], world_size: int) ->
         "torch": torch.__version__,
         "files": files,
     }
-    write_bytes(draft / MANIFEST, json.dumps(manifest, indent=1).encode())
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    flush_file(draft / MANIFEST)
     flush_directory(draft)
     rename_draft(path, replace=(path / MANIFEST).is_file())
 
@@ -155,44 +157,36 @@ def rotate(path: Path, keep: int) -> None:
     A family are siblings whose names differ only in numbers. ``path`` itself is never deleted, nor
     a checkpoint with files that shardkit did not write. Links are only counted.
     """
-    checkpoints = []
-    for each in complete_checkpoints(path.parent):
-        if _family(each.name) == _family(path.name):
-            checkpoints.append(each)
-    for each in checkpoints[:-keep]:
+    family = []
+    for checkpoint in complete_checkpoints(path.parent):
+        if _family(checkpoint.name) == _family(path.name):
+            family.append(checkpoint)
+    for old in family[:-keep]:
         with suppress(OSError, CheckpointError):  # another process may rotate too
-            place = find(each)
-            if each != path and not place.is_symlink() and not _foreign_files(place):
-                os.rename(place, draft_of(each))
-                shutil.rmtree(draft_of(each), ignore_errors=True)
+            place = find(old)
+            if old != path and not place.is_symlink() and not _foreign_files(place):
+                os.rename(place, draft_of(old))
+                shutil.rmtree(draft_of(old), ignore_errors=True)
 
 
 # ---- read ----------------------------------------------------------------------------------------
 
 
-def read_manifest(directory: Path, *, any_version: bool = False) -> dict[str, Any]:
+def read_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint; raise if it, or the size of a file, is not as it was
     written. Local.
 
-    With ``any_version``, that of an earlier version too, of which the files are not looked at.
+    The files of another version are not looked at.
     """
     try:
         if not (directory / MANIFEST).is_file():  # opening a pipe would wait for its writer
             raise ValueError(f"there is no file {MANIFEST}")
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes())
-        version = manifest["shardkit_checkpoint"]
         int(manifest["created"])
-        if any_version and version in range(1, VERSION):
-            return manifest
-        if version != VERSION:
-            raise CheckpointError(
-                f"{directory} has version {version}, and this shardkit reads version {VERSION}. "
-                "Its weights load from the file model.safetensors in it, by strict=False if the "
-                "model has extra state."
-            )
-        for name, (size, _) in manifest["files"].items():
-            found = os.lstat(directory / name)
-            if Path(name).name != name or not stat.S_ISREG(found.st_mode) or found.st_size != size:
+        files = manifest["files"].items() if manifest["shardkit_checkpoint"] == VERSION else ()
+        for name, (size, _) in files:
+            info = os.lstat(directory / name)
+            if Path(name).name != name or not stat.S_ISREG(info.st_mode) or info.st_size != size:
                 raise ValueError(f"{name} is not a file of {size:,} bytes")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -217,19 +211,20 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
         >>> path = latest_checkpoint("runs")
         >>> start = load_checkpoint(path, model, optimizer)["step"] if path else 0
     """
-    found = complete_checkpoints(Path(root))
-    return found[-1] if found else None
+    checkpoints = complete_checkpoints(Path(root))
+    return checkpoints[-1] if checkpoints else None
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """Return all complete checkpoints in ``root``, oldest first."""
     names = set()
-    for each in root.iterdir() if root.is_dir() else ():
-        names.add(re.sub(r"^\.(.+)\.old$", r"\1", each.name))
-    found = []
+    if root.is_dir():
+        for path in root.iterdir():
+            names.add(re.sub(r"^\.(.+)\.old$", r"\1", path.name))
+    checkpoints = []
     for name in names:
         if not name.startswith("."):
             with suppress(CheckpointError):
-                manifest = read_manifest(find(root / name), any_version=True)
-                found.append((manifest["created"], root / name))
-    return [path for _, path in sorted(found)]
+                manifest = read_manifest(find(root / name))
+                checkpoints.append((manifest["created"], root / name))
+    return [path for _, path in sorted(checkpoints)]

@@ -52,8 +52,8 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class Entry(Spec):
-    """A tensor that starts ``start`` bytes into a file."""
+class Location(Spec):
+    """Where a tensor lies: ``start`` bytes into a file."""
 
     file: Path
     start: int
@@ -69,15 +69,15 @@ class NewFile(NamedTuple):
 
 def plan_files(
     directory: Path, stem: str, specs: Mapping[str, Spec], max_file_bytes: int | None = None
-) -> tuple[list[NewFile], dict[str, Entry]]:
+) -> tuple[list[NewFile], dict[str, Location]]:
     """Assign tensors to files in order, as transformers does, with an index if there are several.
     Pure.
 
     A larger tensor has a file to itself. By default a file has 5 GB, or more in a large model.
     """
+    total_size = sum(spec.bytes for spec in specs.values())
     if max_file_bytes is None:
-        total = sum(spec.bytes for spec in specs.values())
-        max_file_bytes = max(MAX_FILE_BYTES, total // _MAX_FILES)
+        max_file_bytes = max(MAX_FILE_BYTES, total_size // _MAX_FILES)
     shares: list[dict[str, Spec]] = [{}]
     filled = 0
     for name, spec in specs.items():
@@ -88,30 +88,32 @@ def plan_files(
         filled += spec.bytes
 
     files: list[NewFile] = []
-    entries: dict[str, Entry] = {}
+    locations: dict[str, Location] = {}
     for number, share in enumerate(shares, 1):
-        part = f"-{number:05d}-of-{len(shares):05d}" if len(shares) > 1 else ""
-        file, own = _plan_file(directory / f"{stem}{part}{SUFFIX}", share)
+        suffix = f"-{number:05d}-of-{len(shares):05d}" if len(shares) > 1 else ""
+        file, in_file = _plan_file(directory / f"{stem}{suffix}{SUFFIX}", share)
         files.append(file)
-        entries |= own
+        locations |= in_file
     if len(shares) > 1:
-        weight_map = {name: entries[name].file.name for name in specs}
-        total_size = sum(spec.bytes for spec in specs.values())
+        weight_map = {name: locations[name].file.name for name in specs}
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         text = (json.dumps(index, indent=2) + "\n").encode()
         files.append(NewFile(directory / f"{stem}{INDEX}", text, len(text)))
-    return files, entries
+    return files, locations
 
 
-def _plan_file(path: Path, specs: Mapping[str, Spec]) -> tuple[NewFile, dict[str, Entry]]:
+def _plan_file(path: Path, specs: Mapping[str, Spec]) -> tuple[NewFile, dict[str, Location]]:
     names = sorted(specs, key=lambda name: (-_ORDER[specs[name].dtype], name))
     table: dict[str, Any] = {_METADATA: {"format": "pt"}}  # which transformers requires
+    starts: dict[str, int] = {}
     end = 0
     for name in names:
-        spec, start = specs[name], end
+        spec = specs[name]
+        starts[name] = end
         end += spec.bytes
-        dtype, shape = NAMES[spec.dtype], list(spec.shape)
-        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        offsets = [starts[name], end]
+        dtype = NAMES[spec.dtype]
+        table[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
@@ -120,14 +122,13 @@ def _plan_file(path: Path, specs: Mapping[str, Spec]) -> tuple[NewFile, dict[str
             f"safetensors allows {_MAX_HEADER:,}. Pass a smaller max_shard_size, for more files."
         )
     header = len(text).to_bytes(8, "little") + text
-    entries = {}
-    for name in names:
-        start = len(header) + table[name]["data_offsets"][0]
-        entries[name] = Entry(specs[name].dtype, specs[name].shape, path, start)
-    return NewFile(path, header, len(header) + end), entries
+    locations = {}
+    for name, start in starts.items():
+        locations[name] = Location(specs[name].dtype, specs[name].shape, path, len(header) + start)
+    return NewFile(path, header, len(header) + end), locations
 
 
-def read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, Location]:
     """Return the tensors of a file, which anyone may have written. Local.
 
     Raises ValueError, KeyError or TypeError unless its tensors fill it without gaps or overlaps.
@@ -144,22 +145,20 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise ValueError("its header is not a JSON object")
     table.pop(_METADATA, None)
     begin = end = 8 + length
-    entries: dict[str, Entry] = {}
+    locations: dict[str, Location] = {}
     for name, info in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-        entry = Entry(DTYPES[info["dtype"]], torch.Size(info["shape"]), file, end)
-        end += entry.bytes
-        if (
-            info["data_offsets"] != [entry.start - begin, end - begin]
-            or min(entry.shape, default=0) < 0
-        ):
-            raise ValueError(f"{name} of {entry.bytes} bytes lies at {info['data_offsets']}")
-        entries[name] = entry
+        location = Location(DTYPES[info["dtype"]], torch.Size(info["shape"]), file, end)
+        offsets = [end - begin, end - begin + location.bytes]
+        if info["data_offsets"] != offsets or min(location.shape, default=0) < 0:
+            raise ValueError(f"{name} of {location.bytes} bytes lies at {info['data_offsets']}")
+        locations[name] = location
+        end += location.bytes
     if end != size:
         raise ValueError(f"its header describes {end:,} bytes, and the file has {size:,}")
-    return entries
+    return locations
 
 
-def find_tensors(path: Path) -> dict[str, Entry]:
+def find_tensors(path: Path) -> dict[str, Location]:
     """Return every tensor at a path by name. Local; reads headers and indexes only.
 
     Args:
@@ -184,23 +183,25 @@ def find_tensors(path: Path) -> dict[str, Entry]:
 
 
 def _beside(index: Path, name: str) -> Path:
-    """Return a file that an index names: in its directory, or a blob of the hub's
-    cache around it.
+    """Return a file that an index names; raise unless it is in the directory of the index, or a
+    blob of the hub's cache around that.
     """
-    root, file = index.parent.resolve(), (index.parent / name).resolve()
-    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
-    if Path(name).name != name or not (file.is_relative_to(root) or file.is_relative_to(blobs)):
+    directory, file = index.parent.resolve(), (index.parent / name).resolve()
+    allowed = [directory]
+    if directory.parent.name == "snapshots":
+        allowed.append(directory.parent.parent / "blobs")
+    if file.parent not in allowed:
         raise ValueError(f"{name!r} leads out of the directory, to {file}")
     return index.parent / name
 
 
 def _main_file(directory: Path) -> str:
-    names = sorted(each.name for each in directory.iterdir())
+    names = sorted(file.name for file in directory.iterdir())
     for name in ("model" + SUFFIX, "model" + INDEX):
         if name in names:
             return name
     indexes = [name for name in names if name.endswith(INDEX)]
-    found = indexes or [name for name in names if name.endswith(SUFFIX)]
-    if len(found) != 1:
-        raise ValueError(f"it has {listing(found or names) or 'no files'}")
-    return found[0]
+    candidates = indexes or [name for name in names if name.endswith(SUFFIX)]
+    if len(candidates) != 1:
+        raise ValueError(f"it has {listing(candidates or names) or 'no files'}")
+    return candidates[0]

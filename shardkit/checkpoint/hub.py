@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.checkpoint.byte_ranges import Part, full_box, part_of
-from shardkit.checkpoint.format import DTYPES, Entry, Spec
+from shardkit.checkpoint.format import DTYPES, Location, Spec
 from shardkit.checkpoint.source import Contents, Safetensors, Stored, read_values
 from shardkit.errors import CheckpointError, listing
 from shardkit.shards import inside
@@ -36,24 +36,27 @@ def is_pretrained(model: nn.Module) -> bool:
     """Whether transformers 5 would convert weights for this model; with transformers 4 names are
     those of the files.
     """
-    found = sys.modules.get("transformers")
-    is_new = found is not None and not found.__version__.startswith("4.")
-    return is_new and isinstance(unwrapped(model), found.PreTrainedModel)  # type: ignore[union-attr]
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or transformers.__version__.startswith("4."):
+        return False
+    return isinstance(unwrapped(model), transformers.PreTrainedModel)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers that clean FQNs leave out."""
-    while inner := next(
-        (each for name in WRAPPERS if (each := model._modules.get(name)) is not None), None
-    ):
-        model = inner
+    for name in WRAPPERS:
+        inner = model._modules.get(name)
+        if inner is not None:
+            return unwrapped(inner)
     return model
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """Return the class from which ``fully_shard`` made the module's."""
-    classes = (each for each in type(module).__mro__ if issubclass(each, nn.Module))
-    return next(each for each in classes if not issubclass(each, FSDPModule))
+    for kind in type(module).__mro__:
+        if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule):
+            return kind
+    raise TypeError(type(module))
 
 
 def _transformers(module: str) -> Any:
@@ -87,77 +90,86 @@ class Group:
 
     converter: Any  # a WeightConverter
     model: Any
+    first: str  # the name of the first target
     # names, each with the converter's pattern, in order
     sources: list[tuple[str, str]] = field(default_factory=list)
     targets: dict[str, Tensor] = field(default_factory=dict)  # on meta, by name
+    hub_names: dict[str, str] = field(default_factory=dict)  # of the targets, for a save
 
     def convert(
-        self, name: str, read: Callable[[str], Tensor], rows: slice = slice(None)
+        self, read: Callable[[str], Tensor], rows: slice = slice(None)
     ) -> dict[str, Tensor]:
-        """Convert what ``read`` returns to a first target ``name``; ``rows`` are those of stacked
-        sources.
-        """
-        one, by_pattern = copy.deepcopy(self.converter), dict[str, list[str]]()
+        """Convert what ``read`` returns to the targets; ``rows`` are those of stacked sources."""
+        converter = copy.deepcopy(self.converter)
+        by_pattern: dict[str, list[str]] = {}
         for source, pattern in self.sources:
             by_pattern.setdefault(pattern, []).append(source)
         for pattern, sources in by_pattern.items():
             for source in sources[rows]:
-                one.add_tensor(name, source, pattern, read(source))
-        made = one.convert(name, model=self.model, config=self.model.config)
-        return {
-            target: value[0] if isinstance(value, list) else value for target, value in made.items()
-        }
+                converter.add_tensor(self.first, source, pattern, read(source))
+        made = converter.convert(self.first, model=self.model, config=self.model.config)
+        for target, value in made.items():
+            if isinstance(value, list):
+                made[target] = value[0]
+        return made  # type: ignore[no-any-return]
 
     def load(self, parts: Mapping[str, Part], read: Callable[[str], Tensor]) -> None:
         """Fill parts of the targets. Local; where sources are stacked, only this rank's rows of
         them are read.
         """
-        first, *others = self.converter.operations
         core = _transformers("core_model_loading")
+        first, *others = self.converter.operations
         is_stack = isinstance(first, core.MergeModulelist) and first.dim == 0
-        is_stack = is_stack and all(
-            isinstance(op, core.Concatenate) and op.dim > 0 for op in others
-        )
-        rows = {box[0] for _, box in parts.values()} if is_stack else set()
-        start, count = rows.pop() if len(rows) == 1 else (0, sys.maxsize)
+        for operation in others:
+            is_stack = is_stack and isinstance(operation, core.Concatenate) and operation.dim > 0
+        start, count = 0, sys.maxsize
+        row_ranges = {box[0] for _, box in parts.values()} if is_stack else set()
+        if len(row_ranges) == 1:
+            start, count = row_ranges.pop()
         if not count:
             return
-        made = self.convert(next(iter(self.targets)), read, slice(start, start + count))
+        made = self.convert(read, slice(start, start + count))
         for name, (values, box) in parts.items():
-            lies = full_box(made[name].shape)
+            _, *other_dims = full_box(made[name].shape)
+            made_box = ((start, len(made[name])), *other_dims)
             if values.numel():
-                values.copy_(
-                    inside(made[name], ((start, count), *lies[1:]) if start else lies, box)
-                )
+                values.copy_(inside(made[name], made_box, box))
 
 
 def _grouped(
     converters: list[Any],
-    named: Iterable[tuple[str, str, str]],
+    converted: Iterable[tuple[str, str, str]],
     model: Any,
     specs: Mapping[str, Spec],
 ) -> list[Group]:
     """Return groups of tensors with the same first target and the converter of the same pattern."""
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    by_pattern = {}
+    for converter in converters:
+        by_pattern |= dict.fromkeys(converter.source_patterns, converter)
     groups: dict[str, Group] = {}
-    for name, target, pattern in named:
-        groups.setdefault(target, Group(by_pattern[pattern], model)).sources.append((name, pattern))
-    for target, group in groups.items():
-        group.targets = group.convert(
-            target, lambda s: torch.empty(specs[s].shape, dtype=specs[s].dtype, device="meta")
-        )
+    for name, target, pattern in converted:
+        group = groups.setdefault(target, Group(by_pattern[pattern], model, target))
+        group.sources.append((name, pattern))
+
+    def on_meta(name: str) -> Tensor:
+        return torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta")
+
+    for group in groups.values():
+        group.targets = group.convert(on_meta)
     return list(groups.values())
 
 
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def check_float8(found: Mapping[str, Entry], tensors: Mapping[str, Tensor], where: str) -> None:
+def check_float8(
+    locations: Mapping[str, Location], tensors: Mapping[str, Tensor], where: str
+) -> None:
     """Raise for float8 weights with scales that the model does not have. Local."""
     scaled = []
-    for name, at in found.items():
-        scales = {f"{name}_scale_inv", f"{name}_scale"} & found.keys()
-        if at.dtype in _FLOAT8 and scales - tensors.keys():
+    for name, location in locations.items():
+        scales = {f"{name}_scale_inv", f"{name}_scale"} & locations.keys()
+        if location.dtype in _FLOAT8 and scales - tensors.keys():
             scaled.append(name)
     if scaled:
         raise CheckpointError(
@@ -168,95 +180,102 @@ def check_float8(found: Mapping[str, Entry], tensors: Mapping[str, Tensor], wher
 
 
 class HubFiles:
-    """The files ``found`` of a transformers model as a source, by the names of the model's
-    ``tensors``.
-    """
+    """The files of a transformers model as a source, by the names of the model's ``tensors``."""
 
     def __init__(
-        self, model: Any, tensors: Mapping[str, Tensor], found: Mapping[str, Entry]
+        self, model: Any, tensors: Mapping[str, Tensor], locations: Mapping[str, Location]
     ) -> None:
-        core, self._files = _transformers("core_model_loading"), Safetensors(found)
+        core, self._files = _transformers("core_model_loading"), Safetensors(locations)
         self._stored = self._files.contents.model
-        mapping = _transformers("conversion_mapping").get_model_conversion_mapping(
+        conversions = _transformers("conversion_mapping").get_model_conversion_mapping(
             _Unsharded(model)
         )
-        renamings = [each for each in mapping if isinstance(each, core.WeightRenaming)]
-        converters = [each for each in mapping if isinstance(each, core.WeightConverter)]
+        renamings, converters = _by_kind(conversions)
         prefix = model.base_model_prefix
         self._renamed: dict[str, str] = {}  # names in the files, by names in the model
-        grouped: list[tuple[str, str, str]] = []
-        lost: set[str] = set()
-        for name in sorted(found, key=core.dot_natural_key):
+        converted: list[tuple[str, str, str]] = []
+        unknown: set[str] = set()
+        for name in sorted(locations, key=core.dot_natural_key):
             new, pattern = core.rename_source_key(name, renamings, converters, prefix, tensors)
             if new not in tensors and name in tensors:
-                new, pattern = core.rename_source_key(name, [], [], prefix, tensors)
+                new, pattern = name, None
             if new not in tensors:
-                lost.add(new)
+                unknown.add(new)
             elif pattern is None:
                 self._renamed[new] = name
             else:
-                grouped.append((name, new, pattern))
-        self._groups = _grouped(converters, grouped, model, self._stored)
-        self.used = [each for each in mapping if each.was_used()]  # for the save that undoes them
+                converted.append((name, new, pattern))
+        self._groups = _grouped(converters, converted, model, self._stored)
+        # those that took part, for the save that undoes them
+        self.used = [conversion for conversion in conversions if conversion.was_used()]
+
         specs: dict[str, Any] = {new: self._stored[name] for new, name in self._renamed.items()}
-        specs |= {name: tensor for group in self._groups for name, tensor in group.targets.items()}
-        self.contents = Contents(
-            {name: Stored(each.dtype, each.shape, name) for name, each in specs.items()}
-        )
-        unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=lost)
-        getattr(model, "_adjust_missing_and_unexpected_keys")(unexpected)  # noqa: B009  leaves out old buffers
-        self.others = {
-            name: Spec(torch.uint8, torch.Size([0])) for name in sorted(unexpected.unexpected_keys)
-        }
+        for group in self._groups:
+            specs |= group.targets
+        keys = SimpleNamespace(missing_keys=set(), unexpected_keys=unknown)
+        # which leaves out old buffers
+        getattr(model, "_adjust_missing_and_unexpected_keys")(keys)  # noqa: B009
+        for name in sorted(keys.unexpected_keys):
+            specs[name] = torch.empty(0, device="meta")
+        self.contents = Contents({})
+        for name, spec in specs.items():
+            self.contents.model[name] = Stored(spec.dtype, spec.shape, name)
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target: renamed tensors from this rank's own bytes, a group's as
         :meth:`Group.load`. Local.
         """
         wanted = dict(targets)
-        renamed = {
-            name: self._stored[source].key
-            for name, source in self._renamed.items()
-            if name in wanted
-        }
-        self._files.read([(key, wanted[name]) for name, key in renamed.items()])
+        renamed = {name: source for name, source in self._renamed.items() if name in wanted}
+        self._files.read([(self._stored[renamed[name]].key, wanted[name]) for name in renamed])
         for group in self._groups:
-            if own := {name: part_of(wanted[name]) for name in group.targets if name in wanted}:
-                group.load(own, lambda source: read_values(self._files, self._stored[source]))
+            parts = {name: part_of(wanted[name]) for name in group.targets if name in wanted}
+            if parts:
+                group.load(parts, lambda source: read_values(self._files, self._stored[source]))
         torch.autograd.graph.increment_version(list(wanted.values()))
+
+
+def _by_kind(conversions: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the conversions that rename tensors, and those that change them."""
+    core = _transformers("core_model_loading")
+    renamings, converters = [], []
+    for conversion in conversions:
+        if isinstance(conversion, core.WeightRenaming):
+            renamings.append(conversion)
+        elif isinstance(conversion, core.WeightConverter):
+            converters.append(conversion)
+    return renamings, converters
 
 
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def plan_save(
-    model: Any, tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, str], list[tuple[Group, dict[str, str]]]]:
-    """Return the hub's name of each tensor that is renamed, and groups with the hub's names of
-    their targets. Local.
-    """
-    core, mapping = _transformers("core_model_loading"), getattr(model, USED, None)
-    if mapping is None:  # not loaded from files, which might have had a prefix
-        found = _transformers("conversion_mapping").get_model_conversion_mapping(
+def plan_save(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], list[Group]]:
+    """Return the hub's name of each tensor that is renamed, and groups of the others. Local."""
+    core, conversions = _transformers("core_model_loading"), getattr(model, USED, None)
+    if conversions is None:  # not loaded from files, which might have had a prefix
+        mapping = _transformers("conversion_mapping").get_model_conversion_mapping(
             _Unsharded(model), add_legacy=False
         )
-        mapping = [each for each in found if not isinstance(each, core.PrefixChange)]
-    reverse = [each.reverse_transform() for each in mapping[::-1]]
-    renamings = [each for each in reverse if isinstance(each, core.WeightRenaming)]
-    converters = [each for each in reverse if isinstance(each, core.WeightConverter)]
+        conversions = [one for one in mapping if not isinstance(one, core.PrefixChange)]
+    renamings, converters = _by_kind(
+        conversion.reverse_transform() for conversion in conversions[::-1]
+    )
+
+    def hub_name(name: str) -> str:
+        new: str = core.rename_source_key(name, renamings, [])[0]
+        return new
+
     renamed: dict[str, str] = {}
-    grouped: list[tuple[str, str, str]] = []
+    converted: list[tuple[str, str, str]] = []
     for name in sorted(tensors, key=core.dot_natural_key):
         new, pattern = core.rename_source_key(name, [], converters)
         if pattern is None:
-            renamed[name] = core.rename_source_key(name, renamings, [])[0]
+            renamed[name] = hub_name(name)
         else:
-            grouped.append((name, new, pattern))
+            converted.append((name, new, pattern))
     specs = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    groups = _grouped(converters, grouped, model, specs)
-    final = {
-        name: core.rename_source_key(name, renamings, [])[0]
-        for each in groups
-        for name in each.targets
-    }
-    return renamed, [(each, {name: final[name] for name in each.targets}) for each in groups]
+    groups = _grouped(converters, converted, model, specs)
+    for group in groups:
+        group.hub_names = {name: hub_name(name) for name in group.targets}
+    return renamed, groups

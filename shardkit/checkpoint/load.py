@@ -8,9 +8,8 @@ import logging
 import operator
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardkit._torch.dispatch import tree_leaves
 from shardkit.checkpoint import directory
 from shardkit.checkpoint.background import pending
 from shardkit.checkpoint.dcp import DCP_NAME, DcpDirectory
@@ -40,6 +38,7 @@ from shardkit.errors import CheckpointError, listing
 from shardkit.ranks import check_equal, max_over_ranks, one_group, own_rank, raise_on_all_ranks
 from shardkit.state.load import (
     KeyMap,
+    LoadPlan,
     Request,
     among_floats,
     plan_load,
@@ -48,6 +47,7 @@ from shardkit.state.load import (
 )
 from shardkit.state.model import ModelState, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
+    OptimizerState,
     optimizers_of,
     renamed_state,
     tensor_leaves,
@@ -80,9 +80,9 @@ def load_checkpoint(
     ``docs/saving-and-loading.md`` lists what FSDP1 and others write.
 
     With as many ranks as saved, each gets its own random generators and ``extra`` back. Else a
-    generator that was equal on all ranks continues, and others are seeded by rank, reproducibly; an
-    ``extra`` that differed is rank 0's, with a warning, and :func:`load_extras` returns all. Ranks
-    may load different models, such as pipeline stages: together they must take every tensor.
+    generator that was equal on all ranks continues, and others are left as they are; an ``extra``
+    that differed is rank 0's, with a warning, and :func:`load_extras` returns all. Ranks may load
+    different models, such as pipeline stages: together they must take every tensor.
 
     Args:
         path: of the checkpoint.
@@ -114,41 +114,74 @@ def load_checkpoint(
     groups, ranks = one_group(group)
     number = ranks.index(own_rank())
     request = Request(str(path), strict, key_map, among_floats if cast else operator.eq)
+    # 1. Every rank opens the checkpoint.
     with raise_on_all_ranks(groups, CheckpointError, call="load_checkpoint"):
         pending().wait()  # here, since a rank whose program has waited does not raise
-        shapes = {name: param.shape for param, name in parameter_names(model).items()}
+        names = parameter_names(model)
+        shapes = {name: param.shape for param, name in names.items()}
         source = open_checkpoint(Path(path), shapes, with_optimizer=optimizer is not None)
-        state = _wanted(source.contents, model, request, number == 0)
-        names = [rename(name, key_map) for name in source.contents.model]
-        is_here = [name in state.tensors or name in state.others for name in names]
-        contents = _described(source.contents)
-    same = {
+        contents = source.contents
+        state = _wanted(contents, model, request, number == 0)
+        renamed = {name: rename(name, key_map) for name in contents.model}
+        is_here = [int(new in state.tensors or new in state.others) for new in renamed.values()]
+    same: dict[str, Any] = {
         "optimizer": optimizer is not None,
         "strict": strict,
         "random": random,
         "verify": verify,
     }
-    same |= {f"what is at path of {name}": value for name, value in contents.items()}
+    for name, value in contents.model.items():
+        if isinstance(value, Stored):
+            same[f"{name} at path"] = repr(value)
     check_equal(same, groups, CheckpointError)
-    is_anywhere = max_over_ranks([int(here) for here in is_here], groups)
-    elsewhere = set()  # what other ranks load, such as other stages of a pipeline
-    for name, here, there in zip(names, is_here, is_anywhere, strict=True):
-        if there > here:
-            elsewhere.add(name)
+    # 2. A pipeline stage leaves out what other stages load.
+    elsewhere: set[str | None] = set()
+    if is_here:
+        is_anywhere = max_over_ranks(is_here, groups)
+        for new, here, anywhere in zip(renamed.values(), is_here, is_anywhere, strict=True):
+            if anywhere > here:
+                elsewhere.add(new)
+    # 3. Everything is compared before anything is changed.
     with raise_on_all_ranks(groups, CheckpointError):
-        read = _plan(source, model, state, optimizer, scheduler, request, elsewhere)
+        if optimizer is not None and contents.optimizer is None:
+            raise CheckpointError(f"{path} has no optimizer. Leave the argument out.")
+        if scheduler is not None and contents.scheduler is None:
+            raise CheckpointError(f"{path} has no scheduler. Leave the argument out.")
+        model_plan = _plan_model(contents, state, renamed, elsewhere, request)
+        targets, others = [], {}
+        for name, stored_name in model_plan.copies.items():
+            if name in state.tensors:
+                targets.append((contents.model[stored_name].key, state.tensors[name]))
+            else:
+                others[name] = contents.model[stored_name]
+        others = read_values(source, others)
+        if optimizer is not None:
+            optimizers = optimizers_of(optimizer)
+            optimizer_state, moments = _plan_optimizer(
+                optimizers, names, source, request, elsewhere
+            )
+            targets += moments
     if verify and isinstance(source, NativeCheckpoint):
         source.verify(groups, number, len(ranks))
+    # 4. Each rank reads the bytes of its own shards.
     extra = None
-    with raise_on_all_ranks(groups, CheckpointError):
-        read()
+    with raise_on_all_ranks(groups, CheckpointError), torch.no_grad():
+        check_stored_ties(source, model_plan, state.tensors, request)
+        source.read(targets)
+        if others:
+            model.load_state_dict(others, strict=False)
+        if optimizer is not None:
+            install(optimizers, names, optimizer_state, exact=True)
+        if scheduler is not None:
+            scheduler.load_state_dict(contents.scheduler)
         if isinstance(source, NativeCheckpoint):
             extra = source.resume(number, len(ranks), random)
     return extra
 
 
 def load_extras(path: str | os.PathLike[str]) -> list[Any]:
-    """Return what each rank gave :func:`save_checkpoint` as ``extra``, in the order of ranks. Local.
+    """Return what each rank gave :func:`save_checkpoint` as ``extra``, in the order of ranks.
+    Local.
 
     For a world of another size than the one that saved, where :func:`load_checkpoint` returns rank
     0's on every rank: to divide what the ranks had, such as the positions of data loaders.
@@ -156,48 +189,7 @@ def load_extras(path: str | os.PathLike[str]) -> list[Any]:
     Raises:
         CheckpointError: there is no checkpoint of :func:`save_checkpoint` at ``path``.
     """
-    pending().error()
-    source = open_checkpoint(Path(path))
-    if not isinstance(source, NativeCheckpoint):
-        raise CheckpointError(f"{path} was not written by save_checkpoint, so it has no extra.")
-    return source.extras()
-
-
-def _plan(
-    source: Source,
-    model: nn.Module,
-    state: ModelState,
-    optimizer: Any,
-    scheduler: Any,
-    request: Request,
-    elsewhere: set[str | None],
-) -> Callable[[], None]:
-    """Match a checkpoint with what it is loaded into; return a function that reads it all. Local;
-    changes nothing.
-    """
-    contents = source.contents
-    if optimizer is not None and contents.optimizer is None:
-        raise CheckpointError(f"{request.where} has no optimizer. Leave the argument out.")
-    if scheduler is not None and contents.scheduler is None:
-        raise CheckpointError(f"{request.where} has no scheduler. Leave the argument out.")
-    targets, others, check_ties = _plan_model(source, state, request, elsewhere)
-    moments: list[tuple[str, torch.Tensor]] = []
-    finish = None
-    if optimizer is not None:
-        moments, finish = _plan_optimizer(model, optimizer, source, request, elsewhere)
-
-    @torch.no_grad()
-    def read() -> None:
-        check_ties()
-        source.read([*targets, *moments])
-        if others:
-            model.load_state_dict(others, strict=False)
-        if finish is not None:
-            finish()
-        if scheduler is not None:
-            scheduler.load_state_dict(contents.scheduler)
-
-    return read
+    return NativeCheckpoint(directory.find(Path(path))).extras()
 
 
 def open_checkpoint(
@@ -207,7 +199,21 @@ def open_checkpoint(
     :class:`TorchFiles`. Local.
     """
     try:
-        return _opened(directory.find(path), shapes, with_optimizer)
+        place = directory.find(path)
+        if (place / directory.MANIFEST).is_file():
+            return NativeCheckpoint(place)
+        if (place / DCP_NAME).is_file():
+            return DcpDirectory(place)
+        names = [place.name]
+        if place.is_dir():
+            names = sorted(file.name for file in place.iterdir())
+        if any(name.endswith((SUFFIX, INDEX)) for name in names):
+            return Safetensors(find_tensors(place))
+        sets = rank_files(place)
+        if not sets and place.suffix in SUFFIXES and place.is_file():
+            sets = {"": [place]}
+        if sets:
+            return TorchFiles(place, sets, shapes, with_optimizer)
     except CheckpointError:
         raise
     except Exception as error:  # anything may be in foreign files
@@ -220,37 +226,12 @@ def open_checkpoint(
                 "state dicts alone."
             )
         raise CheckpointError(f"{path} cannot be read ({reason}). {fix}") from error
-
-
-def _opened(path: Path, shapes: Shapes | None, with_optimizer: bool) -> Source:
-    if (path / directory.MANIFEST).is_file():
-        return NativeCheckpoint(path)
-    if (path / DCP_NAME).is_file():
-        return DcpDirectory(path)
-    names = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]
-    if any(name.endswith((SUFFIX, INDEX)) for name in names):
-        return Safetensors(find_tensors(path))
-    if sets := rank_files(path):
-        return TorchFiles(path, sets, shapes, with_optimizer)
-    if path.suffix in SUFFIXES and path.is_file():
-        return TorchFiles(path, {"": [path]}, shapes, with_optimizer)
     raise CheckpointError(
         f"{path} holds {listing(names) or 'nothing'}. A checkpoint has {directory.MANIFEST} "
         f"(shardkit), {DCP_NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or is a file of "
         f"torch.save ({', '.join(SUFFIXES)}). Pass the path of one checkpoint, latest_checkpoint() "
         "of a directory of several, or one file with a full model."
     )
-
-
-def _described(contents: Contents) -> dict[str, Any]:
-    """Return what must be equal on all ranks."""
-    model = {
-        name: repr(value) for name, value in contents.model.items() if isinstance(value, Stored)
-    }
-    plain = (Stored, int, float, str)  # the repr of other values may contain their address
-    return model | {
-        "optimizer": [repr(v) for v in tree_leaves(contents.optimizer) if isinstance(v, plain)]
-    }
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -261,9 +242,10 @@ def _wanted(contents: Contents, model: nn.Module, request: Request, is_first: bo
     was saved.
     """
     state = writable(model_state(model))
-    if meta := [name for name, tensor in state.tensors.items() if tensor.is_meta]:
+    on_meta = [name for name, tensor in state.tensors.items() if tensor.is_meta]
+    if on_meta:
         raise CheckpointError(
-            f"{listing(meta)} is on meta. Values are read into existing memory. Call "
+            f"{listing(on_meta)} is on meta. Values are read into existing memory. Call "
             "shardkit.materialize(model) first."
         )
     if not contents.trainable_only:
@@ -275,65 +257,57 @@ def _wanted(contents: Contents, model: nn.Module, request: Request, is_first: bo
         if name in trains.tensors or name in saved:
             wanted[name] = tensor
     if is_first:
-        text = "%s was saved with trainable_only=True: %d frozen tensors are left unchanged"
-        logger.warning(text, request.where, len(state.tensors) - len(wanted))
+        logger.warning(
+            "%s was saved with trainable_only=True: %d frozen tensors are left unchanged",
+            *(request.where, len(state.tensors) - len(wanted)),
+        )
     return replace(state, tensors=wanted, others=trains.others)
 
 
 def _plan_model(
-    source: Source, state: ModelState, request: Request, elsewhere: set[str | None]
-) -> tuple[list[tuple[str, Tensor]], dict[str, Any], Callable[[], None]]:
-    """Return the model's tensors to fill, with keys; its other values; and a check that reads.
-    Changes nothing.
-    """
-    found = source.contents.model
-    if not found:  # a file of an optimizer alone
-        return [], {}, lambda: None
-    names = {name: rename(name, request.key_map) for name in found}
+    contents: Contents,
+    state: ModelState,
+    renamed: Mapping[str, str | None],
+    elsewhere: set[str | None],
+    request: Request,
+) -> LoadPlan:
+    """Match the names of the checkpoint with the model's."""
     offered = {}
-    for name, value in found.items():
-        if names[name] not in elsewhere and (
-            isinstance(value, Stored) or names[name] in state.others
-        ):
+    for name, value in contents.model.items():
+        is_known = isinstance(value, Stored) or renamed[name] in state.others
+        if is_known and renamed[name] not in elsewhere:
             offered[name] = value
-    wanted = state.tensors | dict.fromkeys(state.others)
-    plan = plan_load(wanted, offered, replace(request, key_map=names.get))
-    targets, others = [], {}
-    for name, key in plan.copies.items():
-        if name in state.tensors:
-            targets.append((found[key].key, state.tensors[name]))
-        else:
-            others[name] = found[key]
+    wanted: dict[str, object] = {**state.tensors, **dict.fromkeys(state.others)}
+    if not contents.model:  # a file of an optimizer alone
+        wanted = {}
+    plan = plan_load(wanted, offered, replace(request, key_map=renamed.get))
     refuse_subclasses({name: state.tensors[name] for name in plan.copies if name in state.tensors})
-    check = partial(check_stored_ties, source, plan, state.tensors, request)
-    return targets, read_values(source, others), check
+    return plan
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
 def _plan_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer],
+    optimizers: list[Optimizer],
+    names: Mapping[nn.Parameter, str],
     source: Source,
     request: Request,
     elsewhere: set[str | None],
-) -> tuple[list[tuple[str, Tensor]], Callable[[], None]]:
-    """Return what to read for an optimizer, which need not have stepped, with keys; and a function
-    that installs it.
+) -> tuple[OptimizerState, list[tuple[Any, Tensor]]]:
+    """Return the state to install in optimizers, which need not have stepped; and its tensors to
+    fill, with keys. Local; changes nothing.
 
     Existing state of the same shape and dtype is filled in place. New state is placed as by
-    ``load_full_optimizer_state_dict``. Local; changes nothing.
+    ``load_full_optimizer_state_dict``.
     """
-    names, optimizers = parameter_names(model), optimizers_of(optimizer)
 
     def own_name(name: str) -> str | None:
         new = rename(name, request.key_map)
         return None if new in elsewhere else new
 
-    saved = renamed_state(
-        by_name(dict(source.contents.optimizer or {}), [*names.values()]), own_name
-    )
+    assert source.contents.optimizer is not None
+    saved = renamed_state(by_name(source.contents.optimizer, list(names.values())), own_name)
     fix = (
         "Build it as before, with the same parameters frozen, or load the model without it, or "
         "pass strict=False to leave out parameters that only one side has"
@@ -347,12 +321,8 @@ def _plan_optimizer(
         strict=request.strict,
         error=CheckpointError,
     )
-    state, memory = plan_state(optimizers, names, saved["state"])
+    state, targets = plan_state(optimizers, names, saved["state"])
     stored = tensor_leaves(saved["state"], Stored)
-    targets = [(stored[path].key, target) for path, target in memory.items()]
-    groups = read_values(source, saved["param_groups"])
-
-    def finish() -> None:
-        install(optimizers, names, {"state": state, "param_groups": groups}, exact=True)
-
-    return targets, finish
+    moments = [(stored[path].key, target) for path, target in targets.items()]
+    param_groups = read_values(source, saved["param_groups"])
+    return {"state": state, "param_groups": param_groups}, moments

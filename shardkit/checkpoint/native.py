@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from shardkit.checkpoint.byte_ranges import bytes_sum, file_sums, raw, read_parts
-from shardkit.checkpoint.directory import read_manifest
-from shardkit.checkpoint.format import INDEX, SUFFIX, Entry, find_tensors
+from shardkit.checkpoint.directory import VERSION, read_manifest
+from shardkit.checkpoint.format import INDEX, SUFFIX, find_tensors
 from shardkit.checkpoint.random_state import restore_random
-from shardkit.checkpoint.save import FIRST, RANKS, STATE, optimizer_key
+from shardkit.checkpoint.save import RANKS, STATE, optimizer_name
 from shardkit.checkpoint.source import Contents, Safetensors, unpack
 from shardkit.errors import CheckpointError, listing
 from shardkit.ranks import Groups, raise_on_all_ranks, sum_over_ranks
@@ -26,26 +26,32 @@ class NativeCheckpoint(Safetensors):
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._manifest = directory, read_manifest(directory)
-        entries: dict[str, Entry] = {}
+        version = self._manifest["shardkit_checkpoint"]
+        if version != VERSION:
+            raise CheckpointError(
+                f"{directory} has version {version}, and this shardkit reads version {VERSION}. "
+                "Its weights load from the file model.safetensors in it, by strict=False if the "
+                "model has extra state."
+            )
+        files = self._manifest["files"]
+        stored: dict[str, dict[str, Any]] = {}
         for section in ("model", "optimizer", RANKS):
-            for name in (section + SUFFIX, section + INDEX):
-                if name in self._manifest["files"]:
-                    for key, entry in find_tensors(directory / name).items():
-                        entries[f"{section}/{key}"] = entry
-        super().__init__(entries)
-        _, checksum = self._manifest["files"][STATE]
+            name = section + (INDEX if section + INDEX in files else SUFFIX)
+            if name in files:
+                stored[section] = Safetensors(find_tensors(directory / name)).contents.model
         data = (directory / STATE).read_bytes()
-        if bytes_sum(data, 0) != checksum:
+        _, checksum = files[STATE]
+        if bytes_sum(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0) != checksum:
             raise self._damaged([STATE])
         state = unpack(data)
-        model = {name: self.stored(f"model/{name}") for name in state["model"]}
-        optimizer = with_leaves(
-            state["optimizer"], lambda place, _: self.stored(optimizer_key(place))
-        )
-        self.shared, self._sizes = state["shared"], state.get("sizes")
+        # what was equal on all ranks that saved; and if something was not, each rank's bytes of it
+        self._shared, self._sizes = state["shared"], state.get("sizes")
+        self._row = None if self._sizes is None else stored[RANKS][RANKS]
         self.contents = Contents(
-            model=model | state["extra_state"],
-            optimizer=optimizer,
+            model=stored["model"] | state["extra_state"],
+            optimizer=with_leaves(
+                state["optimizer"], lambda place, _: stored["optimizer"][optimizer_name(place)]
+            ),
             scheduler=state["scheduler"],
             trainable_only=state["trainable_only"],
             ties=state["ties"],
@@ -54,43 +60,41 @@ class NativeCheckpoint(Safetensors):
     def resume(self, number: int, world_size: int, random: bool) -> Any:
         """Restore the random generators of the rank with this number, and return its extra. Local.
 
-        In a world of another size than the one that saved, a rank gets rank 0's where ranks
-        differed: generators are seeded by its state and the rank, and a warning says that the extra
-        is rank 0's.
+        In a world of another size than the one that saved, generators that differed are left as
+        they are, and the extra is rank 0's if it differed, with a warning.
         """
-        own, differing = dict(self.shared), dict[str, bytes]()
         is_same_world = self._sizes is None or world_size == len(self._sizes)
-        if self._sizes is not None:
-            differing = self._of_rank(number if is_same_world else 0)
+        differing = self._of_rank(number if is_same_world else 0)
+        extra = unpack((self._shared | differing)["extra"])
         if not is_same_world and "extra" in differing and number == 0:
             logger.warning(
                 "%s: extra differs between the %d ranks that saved, and %d load: all get rank 0's. "
                 "load_extras(path) returns all of them",
                 *(self._directory, len(self._sizes), world_size),
             )
-        extra = unpack((own | differing)["extra"])
-        for part, is_own in ((own, True), (differing, is_same_world)) if random else ():
-            states = {kind: unpack(data) for kind, data in part.items() if kind != "extra"}
-            restore_random(states, None if is_own else f"{number} of {world_size}")
+        if random:
+            restored = self._shared | differing if is_same_world else self._shared
+            restore_random({k: unpack(data) for k, data in restored.items() if k != "extra"})
         return extra
 
     def extras(self) -> list[Any]:
         """Return the extra of each rank that saved. Local."""
-        found = []
+        extras = []
         for number in range(self._manifest["world_size"]):
-            differing = self._of_rank(number) if self._sizes is not None else {}
-            found.append(unpack((self.shared | differing)["extra"]))
-        return found
+            extras.append(unpack((self._shared | self._of_rank(number))["extra"]))
+        return extras
 
     def _of_rank(self, number: int) -> dict[str, bytes]:
         """Read what the rank with this number had, where ranks differed."""
+        if self._row is None:
+            return {}
         data = torch.empty(self._sizes[number], dtype=torch.uint8)
         start = sum(self._sizes[:number])
-        read_parts([(self.entries[f"{RANKS}/{RANKS}"], (data, ((start, data.numel()),)))])
-        found: dict[str, bytes] = unpack(bytes(raw(data)))
-        if found.get("extra") == FIRST:
-            found["extra"] = self._of_rank(0)["extra"]
-        return found
+        read_parts([(self._row.key, (data, ((start, data.numel()),)))])
+        differing: dict[str, bytes] = unpack(bytes(raw(data)))
+        if not differing.get("extra", "there is none"):  # given by the first rank, and not by it
+            differing["extra"] = self._of_rank(0)["extra"]
+        return differing
 
     def verify(self, groups: Groups, number: int, world_size: int) -> None:
         """Read every byte once, each rank its share, and raise if a checksum is wrong. Collective
@@ -98,13 +102,13 @@ class NativeCheckpoint(Safetensors):
         """
         files = self._manifest["files"]
         sizes = {self._directory / name: size for name, (size, _) in files.items()}
-        sums: list[int] = []
         with raise_on_all_ranks(groups, CheckpointError):
             sums = file_sums(sizes, number, world_size)
         totals = sum_over_ranks(sums, groups)
-        damaged = [
-            name for name, total in zip(files, totals, strict=True) if files[name][1] != total
-        ]
+        damaged = []
+        for (name, (_, checksum)), total in zip(files.items(), totals, strict=True):
+            if total != checksum:
+                damaged.append(name)
         if damaged:
             raise self._damaged(damaged)
 

@@ -10,10 +10,9 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.boxes import BUCKET, gather, model_group
-from shardkit.checkpoint.byte_ranges import Part, flush_directory, flush_file, full_box, write_parts
+from shardkit.checkpoint.byte_ranges import (
+    Part,
+    flush_directory,
+    flush_file,
+    header_parts,
+    part_of,
+    write_parts,
+)
 from shardkit.checkpoint.directory import MANIFEST, clear, draft_of, put_back, rename_draft
 from shardkit.checkpoint.format import (
     MAX_FILE_BYTES,
     NAMES,
-    Entry,
+    Location,
     NewFile,
     Spec,
     find_tensors,
@@ -42,7 +48,7 @@ from shardkit.checkpoint.hub import (
     plan_save,
     unwrapped,
 )
-from shardkit.checkpoint.save import check_savable, described, parts_to_write
+from shardkit.checkpoint.save import check_complete, check_savable, described, parts_to_write
 from shardkit.checkpoint.source import Safetensors, check_stored_ties, refuse_subclasses
 from shardkit.errors import CheckpointError, ShardkitError, listing
 from shardkit.ranks import (
@@ -58,7 +64,6 @@ from shardkit.state.load import (
     IncompatibleKeys,
     KeyMap,
     LoadMemory,
-    LoadPlan,
     Request,
     live_state,
     plan_load,
@@ -119,13 +124,22 @@ def load_pretrained(
     groups = groups_of(model)
     request = Request(os.fspath(path), strict, key_map)
     with raise_on_all_ranks(groups, CheckpointError, call="load_pretrained"):
-        source, plan, tensors, memory = _plan_load(model, dtype, request)
-        read = {name: source.contents.model[file_name] for name, file_name in plan.copies.items()}
-    same = {"missing and unexpected": plan.keys, "the rest": memory.digest}
-    same |= {f"what is read for {name}": stored for name, stored in read.items()}
-    check_equal(same, groups, CheckpointError)
+        if dtype is not None and not dtype.is_floating_point:
+            raise CheckpointError(f"dtype must be a floating-point dtype, got {dtype}.")
+        tensors = live_state(model).tensors
+        source = _open_files(model, tensors, request)
+        dtypes = {}
+        for name, tensor in tensors.items():
+            dtypes[name] = tensor.dtype if not tensor.is_floating_point() else dtype or tensor.dtype
+        plan = plan_load(tensors, source.contents.model, request, dtypes)
+        refuse_subclasses({name: tensors[name] for name in plan.copies})
+        check_stored_ties(source, plan, tensors, request)
+        memory = LoadMemory(model, tensors, {name: dtypes[name] for name in plan.copies})
+        stored = {name: source.contents.model[other] for name, other in plan.copies.items()}
+    same: dict[str, Any] = {"missing and unexpected": plan.keys, "the rest": memory.digest}
+    check_equal(same | stored, groups, CheckpointError)
     with raise_on_all_ranks(groups, CheckpointError):
-        source.read([(stored.key, memory.of(tensors[name])) for name, stored in read.items()])
+        source.read([(stored[name].key, memory.of(tensors[name])) for name in stored])
         memory.compute()
     memory.install()
     if isinstance(source, HubFiles):
@@ -133,32 +147,20 @@ def load_pretrained(
     return plan.keys
 
 
-def _plan_load(
-    model: nn.Module, dtype: torch.dtype | None, request: Request
-) -> tuple[Safetensors | HubFiles, LoadPlan, Mapping[str, Tensor], LoadMemory]:
-    """Plan what to read into the model's own tensors, which may change their dtype, into which
-    memory. Local.
+def _open_files(
+    model: nn.Module, tensors: Mapping[str, Tensor], request: Request
+) -> Safetensors | HubFiles:
+    """Open files by the names in them, or a transformers model's by the names of its ``tensors``.
+    Local.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(f"dtype must be a floating-point dtype, got {dtype}.")
-    tensors, entries = live_state(model).tensors, find_tensors(Path(request.where))
-    source: Safetensors | HubFiles = Safetensors(entries)
-    offered = dict(source.contents.model)
-    if request.key_map is None:
-        check_float8(entries, tensors, request.where)
-        directories = {entry.file.parent for entry in entries.values()}
-        is_ours = any((each / MANIFEST).is_file() for each in directories)
-        if is_pretrained(model) and not is_ours:
-            source = HubFiles(unwrapped(model), tensors, entries)
-            offered = source.contents.model | source.others
-    dtypes = {}
-    for name, tensor in tensors.items():
-        dtypes[name] = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    plan = plan_load(tensors, offered, request, dtypes)
-    refuse_subclasses({name: tensors[name] for name in plan.copies})
-    check_stored_ties(source, plan, tensors, request)
-    memory = LoadMemory(model, tensors, {name: dtypes[name] for name in plan.copies})
-    return source, plan, tensors, memory
+    locations = find_tensors(Path(request.where))
+    if request.key_map is not None:
+        return Safetensors(locations)
+    check_float8(locations, tensors, request.where)
+    directories = {location.file.parent for location in locations.values()}
+    if not is_pretrained(model) or any((path / MANIFEST).is_file() for path in directories):
+        return Safetensors(locations)
+    return HubFiles(unwrapped(model), tensors, locations)
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -217,12 +219,12 @@ def save_pretrained(
             )
         export = plan_export(model)
         check_savable(export.sources)
-        files, entries = plan_files(draft, export.name, export.specs(dtype), max_shard_size)
+        files, locations = plan_files(draft, export.stem, export.specs(dtype), max_shard_size)
     same = {"path": str(place), "overwrite": overwrite, "dtype": dtype, "files": len(files)}
     same |= {f"tensor {name}": described(tensor) for name, tensor in export.sources.items()}
     check_equal(same, groups, CheckpointError)
     try:
-        _write(files, entries, export, groups, ranks)
+        _write(files, locations, export, groups, ranks)
         with raise_on_all_ranks(groups, CheckpointError):
             if is_first:
                 export.write_configs(draft, dtype)
@@ -243,7 +245,8 @@ def _check_place(place: Path, overwrite: bool) -> None:
             "checkpoint, whose manifest lists all of its files. Use another path."
         )
     if place.exists() and not overwrite:
-        if there := sorted(each.name for each in place.iterdir() if _OURS.fullmatch(each.name)):
+        there = sorted(file.name for file in place.iterdir() if _OURS.fullmatch(file.name))
+        if there:
             raise CheckpointError(
                 f"{place} has {listing(there)}. A model is replaced only on request. Use another "
                 "path, or pass overwrite=True."
@@ -273,21 +276,22 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-class Export(NamedTuple):
+@dataclass
+class Export:
     """A model in the hub's layout."""
 
-    name: str  # the start of the names of its files
+    stem: str  # the start of the names of its files
     model: Any  # unwrapped
     sources: dict[str, Tensor]  # by the model's names
     renamed: dict[str, str]  # the hub's names of those that are written as they are
-    groups: list[tuple[Group, dict[str, str]]]  # of those that are converted, with the hub's names
+    groups: list[Group]  # of those that are converted
 
     def specs(self, dtype: torch.dtype | None) -> dict[str, Spec]:
         """Return what the files hold, by the hub's names."""
         tensors = {new: self.sources[name] for name, new in self.renamed.items()}
-        tensors |= {
-            new: group.targets[name] for group, names in self.groups for name, new in names.items()
-        }
+        for group in self.groups:
+            for name, new in group.hub_names.items():
+                tensors[new] = group.targets[name]
         specs = {}
         for name, tensor in tensors.items():
             cast = dtype if tensor.is_floating_point() else None
@@ -297,19 +301,19 @@ class Export(NamedTuple):
     def write_configs(self, place: Path, dtype: torch.dtype | None) -> None:
         """Write the JSON files that tell how to build the model. Local."""
         model = self.model
-        if self.name == "adapter_model":
+        if self.stem == "adapter_model":
             config, base = copy.copy(next(iter(model.peft_config.values()))), model.get_base_model()
-            config.base_model_name_or_path = (
-                config.base_model_name_or_path or vars(base).get("name_or_path") or None
-            )
+            if not config.base_model_name_or_path:
+                config.base_model_name_or_path = vars(base).get("name_or_path") or None
             config.inference_mode = True
-            auto = {
-                "base_model_class": plain_class(base).__name__,
-                "parent_library": plain_class(base).__module__,
-            }
-            config.save_pretrained(
-                place, auto_mapping_dict=auto if config.task_type is None else None
-            )
+            auto_mapping = None
+            if config.task_type is None:
+                base_class = plain_class(base)
+                auto_mapping = {
+                    "base_model_class": base_class.__name__,
+                    "parent_library": base_class.__module__,
+                }
+            config.save_pretrained(place, auto_mapping_dict=auto_mapping)
             return
         config = copy.copy(vars(model)["config"])
         # which from_pretrained and inference engines look for
@@ -319,9 +323,8 @@ class Export(NamedTuple):
         if model.can_generate():
             model.generation_config.save_pretrained(place)
         if model.is_remote_code():
-            sys.modules["transformers"].dynamic_module_utils.custom_object_save(
-                model, place, config=config
-            )
+            code = sys.modules["transformers"].dynamic_module_utils
+            code.custom_object_save(model, place, config=config)
 
 
 def plan_export(model: nn.Module) -> Export:
@@ -342,14 +345,14 @@ def plan_export(model: nn.Module) -> Export:
             "model is quantized by transformers. Only transformers knows the layout of its "
             "weights. Save the parameters that train, with peft."
         )
-    # names that transformers ties to others, which are kept
+    # Of the names of a tied tensor, that is kept which transformers does not tie to another.
     tied = getattr(bare, "all_tied_weights_keys", None) or {}
-    kept_first = sorted(tensors, key=lambda name: name in tied)
-    first = {id(tensors[name]): name for name in reversed(kept_first)}
+    first = first_names({name: tensors[name] for name in sorted(tensors, key=tied.__contains__)})
     ignored = getattr(bare, "_keys_to_ignore_on_save", None) or ()
-    sources = {
-        name: t for name, t in tensors.items() if first[id(t)] == name and name not in ignored
-    }
+    sources = {}
+    for name, tensor in tensors.items():
+        if first[name] == name and name not in ignored:
+            sources[name] = tensor
     return Export("model", bare, sources, *plan_save(bare, sources))
 
 
@@ -370,15 +373,15 @@ def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> Export:
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in tensors.items()
     }
-    names = {id(each): name for name, each in stand_ins.items()}
+    names = {id(stand_in): name for name, stand_in in stand_ins.items()}
     saved = sys.modules["peft"].get_peft_model_state_dict(model, stand_ins, adapter)
-    renamed = {names[id(each)]: new for new, each in saved.items()}
+    renamed = {names[id(stand_in)]: new for new, stand_in in saved.items()}
     return Export("adapter_model", model, {name: tensors[name] for name in renamed}, renamed, [])
 
 
 def _write(
     files: list[NewFile],
-    entries: Mapping[str, Entry],
+    locations: Mapping[str, Location],
     export: Export,
     groups: Groups,
     ranks: list[int],
@@ -389,30 +392,27 @@ def _write(
     counts = {file.path: 0 for file in files}
     problem: Exception | None = None  # raised at the end: the other ranks gather on
 
-    def write(parts: Iterable[tuple[Entry, Part]], create: bool = False) -> None:
-        for path, (count, _) in write_parts(
-            files, parts, create=create, turn=own_rank(), flush=False
-        ).items():
+    def write(parts: Iterable[tuple[Location, Part]]) -> None:
+        written = write_parts(files, parts, turn=own_rank(), flush=False)
+        for path, (count, _) in written.items():
             counts[path] += count
 
     try:
         files[0].path.parent.mkdir(parents=True, exist_ok=True)
         renamed = {new: export.sources[name] for name, new in export.renamed.items()}
-        owners = dict.fromkeys(renamed, ranks[0])
-        write(parts_to_write(renamed, entries, owners), create=own_rank() == ranks[0])
+        parts = list(parts_to_write(renamed, locations, dict.fromkeys(renamed, ranks[0])))
+        if own_rank() == ranks[0]:
+            parts += header_parts(files)
+        write(parts)
     except Exception as error:
         problem = error
-    for turn, (group, new) in enumerate(export.groups):
+    for turn, group in enumerate(export.groups):
         full = _gathered({name: export.sources[name] for name, _ in group.sources}, turn, ranks)
+        if full is None or problem is not None:
+            continue
         try:
-            if full is not None and problem is None:
-                values = group.convert(next(iter(new)), full.__getitem__)
-                write(
-                    [
-                        (entries[new[name]], (each, full_box(each.shape)))
-                        for name, each in values.items()
-                    ]
-                )
+            made = group.convert(full.__getitem__)
+            write([(locations[group.hub_names[name]], part_of(made[name])) for name in made])
         except Exception as error:
             problem = error
     with raise_on_all_ranks(groups, CheckpointError):
@@ -421,12 +421,7 @@ def _write(
         for path, count in counts.items():
             if count:
                 flush_file(path)
-    totals = sum_over_ranks(list(counts.values()), groups)
-    for file, total in zip(files, totals, strict=True):
-        if total != file.size:
-            raise CheckpointError(
-                f"{file.path.name}: {total:,} of {file.size:,} bytes were written. Report this."
-            )
+    check_complete(files, sum_over_ranks(list(counts.values()), groups))
 
 
 def _gathered(
@@ -437,17 +432,15 @@ def _gathered(
     """
     # of which the first rank's are written
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        return (
-            {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-            if own_rank() == ranks[0]
-            else None
-        )
-    on = model_group(tensors.values())
-    first = turn % len(on.ranks)
-    on = replace(on, ranks=on.ranks[first:] + on.ranks[:first])
-    full = dict(gather(tensors.items(), on, device=torch.device("cpu")))
+        if own_rank() != ranks[0]:
+            return None
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    holders = model_group(tensors.values())
+    first = turn % len(holders.ranks)
+    holders = replace(holders, ranks=holders.ranks[first:] + holders.ranks[:first])
+    full = dict(gather(tensors.items(), holders, device=torch.device("cpu")))
     # Of slices of a mesh, each with the full tensors, the one with the lowest rank writes.
-    return full if on.is_root and ranks[0] in on.ranks else None
+    return full if holders.is_root and ranks[0] in holders.ranks else None
 
 
 # ---- streaming -----------------------------------------------------------------------------------
@@ -505,28 +498,35 @@ def named_full_tensors(
         **sharded_tensors(state),
     }
     check_equal(same, groups)
-    tensors, labels = state.tensors, dict[str, list[str]]()
-    if export is not None:
-        tensors, labels = export.sources, {name: [new] for name, new in export.renamed.items()}
-    for name, first in first_names(tensors).items() if export is None else ():
-        labels.setdefault(first, []).append(name)
-    ranks, home = model_group(tensors.values()), None if device is None else torch.device(device)
-    collected = partial(
-        gather,
-        ranks=ranks,
-        everywhere=not rank0_only,
-        dtype=dtype,
-        device=home,
-        bucket_bytes=bucket_bytes,
-    )
-    for name, full in collected([(name, tensors[name]) for name in labels]):
-        waiting = dict.fromkeys(reversed(labels[name]), full)
+    tensors = state.tensors
+    new_names: dict[str, list[str]] = {}  # under which each tensor is yielded
+    if export is None:
+        for name, first in first_names(tensors).items():
+            new_names.setdefault(first, []).append(name)
+    else:
+        tensors = export.sources
+        new_names = {name: [new] for name, new in export.renamed.items()}
+    ranks = model_group(tensors.values())
+
+    def full_tensors(fqns: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        return gather(
+            [(name, tensors[name]) for name in fqns],
+            ranks,
+            everywhere=not rank0_only,
+            dtype=dtype,
+            device=None if device is None else torch.device(device),
+            bucket_bytes=bucket_bytes,
+        )
+
+    for name, full in full_tensors(new_names):
+        waiting = dict.fromkeys(reversed(new_names[name]), full)
         del full  # what was yielded is not held
         while waiting:
             yield waiting.popitem()
-    for group, new in [] if export is None else export.groups:
-        fulls = dict(collected([(name, tensors[name]) for name, _ in group.sources]))
-        made = group.convert(next(iter(new)), fulls.pop) if fulls else {}
-        while made:
-            target = next(iter(made))
-            yield new[target], made.pop(target).contiguous()
+    for group in [] if export is None else export.groups:
+        fulls = dict(full_tensors(name for name, _ in group.sources))
+        if fulls:
+            made = group.convert(fulls.pop)
+            while made:
+                target = next(iter(made))
+                yield group.hub_names[target], made.pop(target).contiguous()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -23,20 +22,15 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def restore_random(states: Mapping[str, Any], seed: str | None = None) -> None:
-    """Set this process's generators; with a seed, by it and the states. Local; absent accelerators
-    are skipped.
-    """
+def restore_random(states: Mapping[str, Any]) -> None:
+    """Set this process's generators. Local; absent accelerators are skipped."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     for kind, state in states.items():
         if state is None:
             continue
-        text = f"{kind} {state if kind == 'python' else state.tolist()} {seed}"
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         if kind == "python":
-            random.setstate(state) if seed is None else random.seed(number)
-        elif kind == "cpu" or (accelerator is not None and accelerator.type == kind):
-            generator = (
-                torch.default_generator if kind == "cpu" else default_generator(torch.device(kind))
-            )
-            generator.set_state(state) if seed is None else generator.manual_seed(number)
+            random.setstate(state)
+        elif kind == "cpu":
+            torch.set_rng_state(state)
+        elif accelerator is not None and accelerator.type == kind:
+            default_generator(torch.device(kind)).set_state(state)

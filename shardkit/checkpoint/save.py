@@ -1,10 +1,10 @@
 """save_checkpoint: write the full training state into one directory, from all ranks in parallel.
 
 1. Each rank collects its state: live tensors, and plain data.
-2. The ranks compare what they have. Pipeline stages, which hold different tensors, exchange their
-  names.
-3. Each rank plans the same files, and writes its own bytes into them.
-4. The first rank writes the manifest, and renames the directory.
+2. The ranks find out what is equal on all of them. Pipeline stages, which hold different tensors,
+  exchange their names.
+3. Each rank plans the same files, and its own parts of them.
+4. Each rank writes its parts. The first one writes the manifest, and renames the directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from shardkit.checkpoint.background import (
     pending,
     start_in_background,
 )
-from shardkit.checkpoint.byte_ranges import Part, bytes_sum, part_of, write_bytes, write_parts
-from shardkit.checkpoint.format import NAMES, Entry, NewFile, Spec, plan_files
+from shardkit.checkpoint.byte_ranges import Part, header_parts, part_of, write_parts
+from shardkit.checkpoint.format import NAMES, Location, NewFile, Spec, plan_files
 from shardkit.checkpoint.random_state import random_states
 from shardkit.checkpoint.source import pack, refuse_subclasses, unpack
 from shardkit.errors import CheckpointError, ShardkitError, listing
@@ -49,7 +49,7 @@ from shardkit.ranks import (
     raise_on_all_ranks,
     sum_over_ranks,
 )
-from shardkit.shards import device_of, is_first_replica, local_value, misplaced
+from shardkit.shards import is_first_replica, local_value, misplaced
 from shardkit.state.model import check_scales, first_names, model_state, trainable_state
 from shardkit.state.optimizer import (
     sharded_optimizer_state_dict,
@@ -59,8 +59,7 @@ from shardkit.state.optimizer import (
 from shardkit.state.optimizer_load import options_by_name
 
 STATE = "state.pt"
-RANKS = "ranks"  # the stem of the file, and the name of the tensor in it
-FIRST = b""  # for the extra of a rank that gave none, and gets the first rank's
+RANKS = "ranks"  # the stem of the file for what differs between ranks, and the tensor in it
 _MOST = 1 << 62  # more than any sum or digest
 
 
@@ -69,9 +68,8 @@ class Snapshot:
     """What one save writes."""
 
     tensors: dict[str, Tensor]  # live, by "model/<FQN>" and "optimizer/<path in its state>"
-    plain: dict[str, Any]  # the rest, with a tensor on meta in the place of each
-    own: dict[str, bytes] = field(default_factory=dict)  # what may differ between ranks, packed
-    row: Part | None = None  # this rank's part of the bytes of all ranks, where they differ
+    specs: dict[str, tuple[torch.dtype, torch.Size]]  # of these, and those of other stages
+    plain: dict[str, Any]  # what state.pt holds, with an empty tensor in the place of each
 
 
 def save_checkpoint(
@@ -128,6 +126,7 @@ def save_checkpoint(
     pending().error()
     place = Path(path).absolute()
     groups, ranks = one_group(group)
+    is_first = own_rank() == ranks[0]
     with raise_on_all_ranks(groups, CheckpointError, call="save_checkpoint"):
         pending().wait()  # here, since a rank whose program has waited does not raise
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -135,31 +134,38 @@ def save_checkpoint(
                 "keep must be the number of checkpoints to keep, including this one, got "
                 f"{keep!r}. Pass keep=3, for example, or None for all."
             )
-        if own_rank() == ranks[0]:
+        if is_first:
             directory.prepare(place, overwrite, keep)
         snapshot = _collect(model, optimizer, scheduler, trainable_only)
-        is_given = extra is not None or own_rank() == ranks[0]
-        snapshot.own = {"extra": pack(extra, "extra") if is_given else FIRST}
-        for kind, state in random_states().items():
-            snapshot.own[kind] = pack(state, kind)
-    same = {"path": str(place), "async_": async_, "overwrite": overwrite, "keep": keep}
-    same |= {"trainable_only": trainable_only, "optimizer": optimizer is not None}
-    same |= {"scheduler": snapshot.plain["scheduler"]}
+        own: dict[str, bytes | None] = {"extra": None}  # what may differ between ranks
+        if extra is not None or is_first:
+            own["extra"] = pack(extra, "extra")
+        for kind, generator_state in random_states().items():
+            own[kind] = pack(generator_state, kind)
+    same = {
+        "path": str(place),
+        "async_": async_,
+        "overwrite": overwrite,
+        "keep": keep,
+        "trainable_only": trainable_only,
+        "optimizer": optimizer is not None,
+        "scheduler": snapshot.plain["scheduler"],
+    }
     check_equal(same, groups, CheckpointError)
-    owners = _agree(snapshot, groups, ranks)
+    owners, row = _agree(snapshot, own, groups, ranks)
     with raise_on_all_ranks(groups, CheckpointError):
-        files, parts = plan_checkpoint(place, snapshot, owners)
-        state = pack(snapshot.plain, "the state") if own_rank() == ranks[0] else b""
+        files, parts = _plan_checkpoint(place, snapshot, owners, row)
         if async_:
             copies = copied_to_host((values for _, (values, _) in parts), model)
-            parts = [
-                (entry, (copy, box)) for (entry, (_, box)), copy in zip(parts, copies, strict=True)
-            ]
+            for number, (location, (_, box)) in enumerate(parts):
+                parts[number] = location, (copies[number], box)
+        state = pack(snapshot.plain, "the state") if is_first else b""
+        files.append(NewFile(directory.draft_of(place) / STATE, state, len(state)))
+        if is_first:
+            parts += header_parts(files)
     if async_:
         groups = background_groups(groups)
-    write = partial(
-        write_checkpoint, place, files, parts, state, groups=groups, ranks=ranks, keep=keep
-    )
+    write = partial(write_checkpoint, place, files, parts, groups=groups, ranks=ranks, keep=keep)
     if async_:
         return start_in_background(write)
     write()
@@ -171,56 +177,48 @@ def save_checkpoint(
 
 def _collect(model: nn.Module, optimizer: Any, scheduler: Any, trainable_only: bool) -> Snapshot:
     """Collect the current state, as live tensors. Local."""
-    whole = model_state(model)
-    state = trainable_state(whole) if trainable_only else whole
+    full_state = model_state(model)
+    state = trainable_state(full_state) if trainable_only else full_state
     check_scales(model, state)
     first = first_names(state.tensors)
-    named = None
+    tensors = {f"model/{name}": state.tensors[name] for name in first.values()}
+
+    optimizer_state = None
     if optimizer is not None:
-        named = sharded_optimizer_state_dict(model, optimizer)
+        optimizer_state = sharded_optimizer_state_dict(model, optimizer)
         if trainable_only:
-            for name, tensor in whole.tensors.items():
+            for name, tensor in full_state.tensors.items():
                 if not tensor.requires_grad:
-                    named["state"].pop(name, None)
-    snapshot = make_snapshot({name: state.tensors[name] for name in first.values()}, named)
-    snapshot.plain |= {
+                    optimizer_state["state"].pop(name, None)
+        for place, tensor in tensor_leaves(optimizer_state).items():
+            tensors[f"optimizer/{optimizer_name(place)}"] = tensor.detach()
+
+    plain = {
+        "optimizer": with_leaves(optimizer_state, lambda _, tensor: torch.empty(0)),
         "extra_state": state.others,
         "ties": {name: other for name, other in first.items() if name != other},
         "trainable_only": trainable_only,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
-    pack(snapshot.plain, "the scheduler, or extra state of the model,")
-    check_savable({key.partition("/")[2]: tensor for key, tensor in snapshot.tensors.items()})
-    return snapshot
+    pack(plain, "the scheduler, or extra state of the model,")
+    check_savable({key.partition("/")[2]: tensor for key, tensor in tensors.items()})
+    specs = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+    return Snapshot(tensors, specs, plain)
 
 
-def make_snapshot(model: Mapping[str, Tensor], optimizer: dict[str, Any] | None) -> Snapshot:
-    """Return the tensors by their keys, and their stand-ins. Local."""
-    tensors = {f"model/{name}": tensor for name, tensor in model.items()}
-    for path, tensor in tensor_leaves(optimizer).items():
-        tensors[optimizer_key(path)] = tensor.detach()
-    plain = {
-        "model": {name: _stand_in(tensor) for name, tensor in model.items()},
-        "optimizer": with_leaves(optimizer, lambda _, tensor: _stand_in(tensor)),
-    }
-    return Snapshot(tensors, plain)
-
-
-def optimizer_key(place: str) -> str:
-    """Return the key of a tensor at a place of :func:`tensor_leaves` in an optimizer's state."""
-    return f"optimizer/{place[1:].replace('/', '.')}"
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def optimizer_name(place: str) -> str:
+    """Return the name in files of a tensor at a place of :func:`tensor_leaves` in an optimizer's
+    state.
+    """
+    return place[1:].replace("/", ".")
 
 
 def check_savable(tensors: Mapping[str, Tensor]) -> None:
     """Raise for tensors that a safetensors file cannot hold. Local."""
     refuse_subclasses(tensors)
     problems = []
-    for key, tensor in tensors.items():
-        local = local_value(tensor)
+    for name, tensor in tensors.items():
+        local, problem = local_value(tensor), ""
         if local.is_meta:
             problem = (
                 "on the meta device; call shardkit.materialize(model), or load_pretrained, before"
@@ -229,12 +227,12 @@ def check_savable(tensors: Mapping[str, Tensor]) -> None:
             problem = str(local.layout)
         elif tensor.dtype not in NAMES:
             problem = str(tensor.dtype)
-        elif isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
-            problem = "Partial: its value is a sum over ranks"
-        else:
-            problem = misplaced(tensor) if isinstance(tensor, DTensor) else ""
+        elif isinstance(tensor, DTensor):
+            problem = misplaced(tensor)
+            if any(placement.is_partial() for placement in tensor.placements):
+                problem = "Partial: its value is a sum over ranks"
         if problem:
-            problems.append(f"{key} ({problem})")
+            problems.append(f"{name} ({problem})")
     if problems:
         raise CheckpointError(f"tensors cannot be saved: {listing(problems)}.")
 
@@ -242,186 +240,181 @@ def check_savable(tensors: Mapping[str, Tensor]) -> None:
 # ---- 2. agree ------------------------------------------------------------------------------------
 
 
-def _agree(snapshot: Snapshot, groups: Groups, ranks: Sequence[int]) -> dict[str, int]:
-    """Add what other ranks have to the plain data; return the first rank that has each tensor.
-    Collective.
+def _agree(
+    snapshot: Snapshot, own: Mapping[str, bytes | None], groups: Groups, ranks: Sequence[int]
+) -> tuple[dict[str, int], Part | None]:
+    """Add what other ranks have to the plain data. Collective.
+
+    Returns:
+        the first rank that has each tensor; and this rank's part of the bytes of all ranks, if
+        what is their own differs.
     """
     table = {key: described(tensor) for key, tensor in snapshot.tensors.items()}
     options = repr((snapshot.plain["optimizer"] or {}).get("param_groups"))
-    lows, highs = [], []
-    for value in ([table, options], *snapshot.own.values()):
-        is_compared = value != FIRST
-        lows.append(digest(value) if is_compared else _MOST)
-        highs.append(digest(value) if is_compared else -_MOST)
-    lows, highs = extremes(lows, highs, groups)
-    same_tensors = lows[0] == highs[0]
-    shared = {}
-    for (name, data), low, high in zip(snapshot.own.items(), lows[1:], highs[1:], strict=True):
-        if low == high:
-            shared[name] = data
-    snapshot.plain["shared"] = shared
-    if len(shared) < len(snapshot.own):
-        rest = {name: data for name, data in snapshot.own.items() if name not in shared}
-        row = bytearray(pack(rest, "extra"))
-        sizes = list(gather_by_rank(len(row), groups).values())
-        start = sum(sizes[: ranks.index(own_rank())])
-        snapshot.row = torch.frombuffer(row, dtype=torch.uint8), ((start, len(row)),)
-        snapshot.plain["sizes"] = sizes
+    stage_id = digest([table, options])
+    numbers: dict[str, int | None] = {"tensors": stage_id}
+    for kind, data in own.items():
+        numbers[kind] = None if data is None else digest(data)
+    equal = _equal_on_all(numbers, groups)
 
-    owners = dict.fromkeys(table, ranks[0])
-    if not same_tensors:
-        owners = _merge_stages(snapshot, digest([table, options]), groups)
-    on_slices = []
-    for key in owners:
-        tensor = snapshot.tensors.get(key)
-        is_on_all = isinstance(tensor, DTensor) and tensor.device_mesh.size() == len(ranks)
-        if not same_tensors or (isinstance(tensor, DTensor) and not is_on_all):
-            on_slices.append(key)
+    if "tensors" in equal:
+        owners = dict.fromkeys(table, ranks[0])
+        on_slices = []
+        for key, tensor in snapshot.tensors.items():
+            if isinstance(tensor, DTensor) and tensor.device_mesh.size() < len(ranks):
+                on_slices.append(key)
+    else:
+        owners = _merge_stages(snapshot, stage_id, groups)
+        on_slices = list(owners)
     if on_slices:
         _check_replicas(snapshot.tensors, on_slices, groups)
-    return owners
+
+    row = None
+    snapshot.plain["shared"] = {kind: data for kind, data in own.items() if kind in equal}
+    differing = {kind: data for kind, data in own.items() if kind not in equal}
+    if differing:
+        content = bytearray(pack(differing, "extra"))
+        sizes = list(gather_by_rank(len(content), groups).values())
+        start = sum(sizes[: ranks.index(own_rank())])
+        row = torch.frombuffer(content, dtype=torch.uint8), ((start, len(content)),)
+        snapshot.plain["sizes"] = sizes
+        snapshot.specs[f"{RANKS}/{RANKS}"] = torch.uint8, torch.Size([sum(sizes)])
+    return owners, row
 
 
 def described(tensor: Tensor) -> str:
-    """Return a tensor's shape, dtype and placements, which are equal on all ranks of a stage."""
-    return f"{tuple(tensor.shape)} {tensor.dtype} {getattr(tensor, 'placements', 'plain')}"
+    """Return what is equal on all ranks of a stage: shape, dtype, placements, number of ranks."""
+    text = f"{tuple(tensor.shape)} {tensor.dtype}"
+    if isinstance(tensor, DTensor):
+        text += f" {tensor.placements} on {tensor.device_mesh.size()} ranks"
+    return text
+
+
+def _equal_on_all(numbers: Mapping[str, int | None], groups: Groups) -> set[str]:
+    """Return the names whose numbers are equal on all ranks that have one. Collective."""
+    lows = [_MOST if number is None else number for number in numbers.values()]
+    highs = [-_MOST if number is None else number for number in numbers.values()]
+    lows, highs = extremes(lows, highs, groups)
+    equal = set()
+    for name, low, high in zip(numbers, lows, highs, strict=True):
+        if low >= high:
+            equal.add(name)
+    return equal
 
 
 def _merge_stages(snapshot: Snapshot, stage_id: int, groups: Groups) -> dict[str, int]:
-    """Merge the plain data of all stages, each sent by its first rank; return the first rank of
-    each tensor.
+    """Merge what all stages have, each sent by its first rank; return the first rank of each
+    tensor.
     """
     first_ranks: dict[int, int] = {}
-    for rank, found in gather_by_rank(stage_id, groups).items():
-        first_ranks.setdefault(found, rank)
-    own, owners = pack(snapshot.plain, "the state").hex(), dict[str, int]()
-    merged: dict[str, Any] = {}
+    for rank, id_there in gather_by_rank(stage_id, groups).items():
+        first_ranks.setdefault(id_there, rank)
+    own_data = pack([snapshot.specs, snapshot.plain], "the state").hex()
+    owners: dict[str, int] = {}
+    all_specs: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    merged: dict[str, Any] = {"ties": {}, "extra_state": {}, "optimizer": None}
     for rank in sorted(first_ranks.values()):
         group: Any = groups[0] or dist.group.WORLD
         source = dist.get_group_rank(group, rank)
-        stage = unpack(bytes.fromhex(from_first(own, groups, source)))
-        if not merged:
-            merged = stage | {"model": {}, "extra_state": {}}
-            if stage["optimizer"] is not None:
-                merged["optimizer"] = {"state": {}, "param_groups": []}
-        for name, spec in stage["model"].items():
-            known = merged["model"].setdefault(name, spec)
-            if (known.shape, known.dtype) != (spec.shape, spec.dtype):
+        specs, stage = unpack(bytes.fromhex(from_first(own_data, groups, source)))
+        for key, spec in specs.items():
+            known = all_specs.setdefault(key, spec)
+            if known != spec:
                 raise CheckpointError(
-                    f"{name} has shape {tuple(spec.shape)} and {spec.dtype} on rank {rank}, and "
-                    f"{tuple(known.shape)} and {known.dtype} on another. Ranks that hold different "
-                    "tensors must give them different names, as with "
+                    f"{key.partition('/')[2]} has shape {tuple(spec[1])} and {spec[0]} on rank "
+                    f"{rank}, and {tuple(known[1])} and {known[0]} on another. Ranks that hold "
+                    "different tensors must give them different names, as with "
                     'nn.ModuleDict({f"stage{n}": module}).'
                 )
-            owners.setdefault(f"model/{name}", rank)
+            owners.setdefault(key, rank)
         merged["ties"] |= stage["ties"]
         merged["extra_state"] |= stage["extra_state"]
-        if stage["optimizer"] is not None:
-            _merge_optimizer(merged["optimizer"], stage["optimizer"], rank)
-            for place in tensor_leaves(stage["optimizer"]):
-                owners.setdefault(optimizer_key(place), rank)
-    snapshot.plain |= {key: merged[key] for key in ("model", "ties", "extra_state", "optimizer")}
+        if stage["optimizer"] is None:
+            continue
+        optimizer = merged["optimizer"] = merged["optimizer"] or {"state": {}, "param_groups": []}
+        options = options_by_name(optimizer)
+        for param_group in stage["optimizer"]["param_groups"]:
+            for name in param_group["params"]:
+                known_options = options.get(name, param_group) | {"params": param_group["params"]}
+                if repr(known_options) != repr(param_group):
+                    raise CheckpointError(
+                        f"{name} has other options in the optimizer of rank {rank} than before it."
+                    )
+        optimizer["param_groups"] += stage["optimizer"]["param_groups"]
+        optimizer["state"] |= stage["optimizer"]["state"]
+    snapshot.specs = all_specs
+    snapshot.plain |= merged
     return owners
-
-
-def _merge_optimizer(merged: dict[str, Any], stage: dict[str, Any], rank: int) -> None:
-    known = options_by_name(merged)
-    merged["state"] |= stage["state"]
-    for group in stage["param_groups"]:
-        for name in group["params"]:
-            options = known.get(name, group) | {"params": group["params"]}
-            if repr(options) != repr(group):
-                raise CheckpointError(
-                    f"{name} has other options in the optimizer of rank {rank} than before it."
-                )
-        merged["param_groups"].append(group)
 
 
 def _check_replicas(tensors: Mapping[str, Tensor], keys: Sequence[str], groups: Groups) -> None:
     """Raise if meshes that each have one of these tensors in full have different values of it.
     Collective.
     """
-    sums = torch.zeros(len(keys), dtype=torch.int64)
-    by_mesh: dict[DeviceMesh, list[int]] = {}
-    for number, key in enumerate(keys):
+    by_mesh: dict[DeviceMesh, dict[str, int]] = {}
+    for key in keys:
         tensor = tensors.get(key)
         if isinstance(tensor, DTensor):
-            by_mesh.setdefault(tensor.device_mesh, []).append(number)
-            local = local_value(tensor)
+            local, own_sum = local_value(tensor), 0
             if is_first_replica(tensor) and local.numel():
-                sums[number] = local.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)
-    for mesh, numbers in by_mesh.items():
-        total = sums[numbers].to(device_of(mesh))
-        for group in mesh.get_all_groups():
-            dist.all_reduce(total, group=group)
-        sums[numbers] = total.cpu()
-    lows, highs = [], []  # of a rank without the tensor they change nothing
-    for key, total in zip(keys, sums.tolist(), strict=True):
-        is_here = isinstance(tensors.get(key), DTensor)
-        lows.append(total if is_here else _MOST)
-        highs.append(total if is_here else -_MOST)
-    lows, highs = extremes(lows, highs, groups)
-    differ = []
-    for key, low, high in zip(keys, lows, highs, strict=True):
-        if low < high:
-            differ.append(key.partition("/")[2])
-    if differ:
+                flat = local.contiguous().view(-1).view(torch.uint8)
+                own_sum = int(flat.sum(dtype=torch.int64))
+            by_mesh.setdefault(tensor.device_mesh, {})[key] = own_sum
+    totals: dict[str, int | None] = dict.fromkeys(keys)  # None where this rank has no part of it
+    for mesh, sums in by_mesh.items():
+        of_mesh = sum_over_ranks(list(sums.values()), mesh.get_all_groups())
+        totals |= dict(zip(sums, of_mesh, strict=True))
+    equal = _equal_on_all(totals, groups)
+    differing = [key.partition("/")[2] for key in keys if key not in equal]
+    if differing:
         raise CheckpointError(
-            f"{len(differ)} tensors are full on several meshes, with different values: "
-            f"{listing(differ)}. A tensor whose parts differ between ranks must be one DTensor on "
-            "a mesh of all of these ranks, as by DTensor.from_local(part, mesh['ep'], [Shard(0)]) "
-            "before fully_shard; or give the parts different names."
+            f"{len(differing)} tensors are full on several meshes, with different values: "
+            f"{listing(differing)}. A tensor whose parts differ between ranks must be one DTensor "
+            "on a mesh of all of these ranks, as by DTensor.from_local(part, mesh['ep'], "
+            "[Shard(0)]) before fully_shard; or give the parts different names."
         )
 
 
 # ---- 3. plan -------------------------------------------------------------------------------------
 
 
-def plan_checkpoint(
-    path: Path, snapshot: Snapshot, owners: Mapping[str, int]
-) -> tuple[list[NewFile], list[tuple[Entry, Part]]]:
-    """Return all files of a checkpoint, and this rank's parts of them. Local, pure."""
+def _plan_checkpoint(
+    path: Path, snapshot: Snapshot, owners: Mapping[str, int], row: Part | None
+) -> tuple[list[NewFile], list[tuple[Location, Part]]]:
+    """Return all files of a checkpoint but state.pt, and this rank's parts of them. Local, pure."""
     draft = directory.draft_of(path)
-    specs: dict[str, dict[str, Spec]] = {"model": {}, "optimizer": {}}
-    for name, stand_in in snapshot.plain["model"].items():
-        specs["model"][name] = Spec(stand_in.dtype, stand_in.shape)
-    for place, stand_in in tensor_leaves(snapshot.plain["optimizer"]).items():
-        specs["optimizer"][optimizer_key(place).partition("/")[2]] = Spec(
-            stand_in.dtype, stand_in.shape
-        )
     files: list[NewFile] = []
-    entries: dict[str, Entry] = {}
-    for section, own in specs.items():
-        if own or section == "model":
-            planned, found = plan_files(draft, section, own)
-            files += planned
-            entries |= {f"{section}/{name}": entry for name, entry in found.items()}
-    parts = list(parts_to_write(snapshot.tensors, entries, owners))
-    if snapshot.row is not None:
-        spec = Spec(torch.uint8, torch.Size([sum(snapshot.plain["sizes"])]))
-        planned, found = plan_files(draft, RANKS, {RANKS: spec})
-        files += planned
-        parts.append((found[RANKS], snapshot.row))
+    locations: dict[str, Location] = {}
+    for section in ("model", "optimizer", RANKS):
+        specs = {}
+        for key, spec in snapshot.specs.items():
+            if key.startswith(f"{section}/"):
+                specs[key.removeprefix(f"{section}/")] = Spec(*spec)
+        if specs or section == "model":
+            section_files, in_section = plan_files(draft, section, specs)
+            files += section_files
+            for name, location in in_section.items():
+                locations[f"{section}/{name}"] = location
+    parts = list(parts_to_write(snapshot.tensors, locations, owners))
+    if row is not None:
+        parts.append((locations[f"{RANKS}/{RANKS}"], row))
     return files, parts
 
 
 def parts_to_write(
-    tensors: Mapping[str, Tensor], entries: Mapping[str, Entry], owners: Mapping[str, int]
-) -> Iterator[tuple[Entry, Part]]:
+    tensors: Mapping[str, Tensor], locations: Mapping[str, Location], owners: Mapping[str, int]
+) -> Iterator[tuple[Location, Part]]:
     """Yield this rank's parts that no other rank writes: of the first replica, on the mesh of the
     owner. Local.
     """
-    lowest: dict[DeviceMesh, int] = {}  # DeviceMesh.mesh is made anew each time (torch 2.13)
     for key, tensor in tensors.items():
-        at = own_rank()
+        if key not in locations:
+            continue
+        is_first, lowest = True, own_rank()
         if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            if mesh not in lowest:
-                lowest[mesh] = int(mesh.mesh.min())
-            at = lowest[mesh]
-        is_replica = isinstance(tensor, DTensor) and not is_first_replica(tensor)
-        if key in entries and at == owners[key] and not is_replica:
-            yield entries[key], part_of(tensor)
+            is_first, lowest = is_first_replica(tensor), int(tensor.device_mesh.mesh.min())
+        if is_first and lowest == owners[key]:
+            yield locations[key], part_of(tensor)
 
 
 # ---- 4. write ------------------------------------------------------------------------------------
@@ -430,12 +423,11 @@ def parts_to_write(
 def write_checkpoint(
     path: Path,
     files: Sequence[NewFile],
-    parts: Sequence[tuple[Entry, Part]],
-    state: bytes,
+    parts: Sequence[tuple[Location, Part]],
     *,
     groups: Groups,
     ranks: Sequence[int],
-    keep: int | None = None,
+    keep: int | None,
 ) -> None:
     """Write everything into a hidden directory, and rename it when all ranks have. Collective over
     ``groups``.
@@ -444,23 +436,18 @@ def write_checkpoint(
     try:
         with raise_on_all_ranks(groups, CheckpointError):
             draft.mkdir(parents=True, exist_ok=True)
-            written = write_parts(files, parts, create=is_first, turn=own_rank())
-            if is_first:
-                write_bytes(draft / STATE, state)
-        numbers = [number for file in files for number in written[file.path]]
+            written = write_parts(files, parts, turn=own_rank())
+        numbers: list[int] = []
+        for file in files:
+            numbers += written[file.path]
         totals = sum_over_ranks(numbers, groups)
         with raise_on_all_ranks(groups, CheckpointError):
             if is_first:
-                listed = {STATE: (len(state), bytes_sum(state, 0))}
-                for file, count, checksum in zip(files, totals[::2], totals[1::2], strict=True):
-                    listed[file.path.name] = file.size, checksum
-                    if count != file.size:
-                        raise CheckpointError(
-                            f"{file.path.name}: {count:,} of {file.size:,} bytes were written. "
-                            "Each byte is written once. Report this, with the model's meshes and "
-                            "placements."
-                        )
-                directory.commit(path, listed, len(ranks))
+                check_complete(files, totals[::2])
+                sums = {}
+                for file, checksum in zip(files, totals[1::2], strict=True):
+                    sums[file.path.name] = file.size, checksum
+                directory.commit(path, sums, len(ranks))
     except BaseException as error:
         if is_first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -477,3 +464,13 @@ def write_checkpoint(
         directory.clear(path)
         if keep is not None:
             directory.rotate(path, keep)
+
+
+def check_complete(files: Sequence[NewFile], counts: Sequence[int]) -> None:
+    """Raise unless the ranks together wrote each byte of each file once. Pure."""
+    for file, count in zip(files, counts, strict=True):
+        if count != file.size:
+            raise CheckpointError(
+                f"{file.path.name}: {count:,} of {file.size:,} bytes were written. Each byte is "
+                "written once. Report this, with the model's meshes and placements."
+            )

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import has_own_dispatch
 from shardkit._torch.dispatch import tree_leaves, tree_map
 from shardkit.checkpoint.byte_ranges import part_of, read_parts
-from shardkit.checkpoint.format import Entry, Spec
+from shardkit.checkpoint.format import Location, Spec
 from shardkit.errors import CheckpointError, listing
 from shardkit.shards import local_value
 from shardkit.state.load import LoadPlan, Request, check_ties, same_values, unwritten
@@ -44,7 +44,7 @@ WRAPPER_NAMES = ("app", "state", "app_state")  # around both, as in torch's own 
 class Stored(Spec):
     """A tensor in a checkpoint, and its key in the source."""
 
-    key: str
+    key: Any = field(repr=False)  # ranks compare what they see by its repr
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Source(Protocol):
 
     contents: Contents
 
-    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
+    def read(self, targets: Iterable[tuple[Any, Tensor]]) -> None:
         """Fill each target from the tensor with its key: the local part of a DTensor, or all of a
         plain tensor.
         """
@@ -75,32 +75,30 @@ class Source(Protocol):
 class Safetensors:
     """Safetensors files as a source."""
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        self.entries = dict(entries)
-        self.contents = Contents({name: self.stored(name) for name in entries})
+    def __init__(self, locations: Mapping[str, Location]) -> None:
+        self.contents = Contents({})
+        for name, location in locations.items():
+            self.contents.model[name] = Stored(location.dtype, location.shape, location)
 
-    def stored(self, key: str) -> Stored:
-        """Return the tensor with a key."""
-        return Stored(self.entries[key].dtype, self.entries[key].shape, key)
-
-    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
+    def read(self, targets: Iterable[tuple[Any, Tensor]]) -> None:
         """Fill each target from the tensor with its key, straight from the file. Local."""
         wanted = list(targets)
-        read_parts([(self.entries[key], part_of(tensor)) for key, tensor in wanted])
+        read_parts([(location, part_of(tensor)) for location, tensor in wanted])
         torch.autograd.graph.increment_version([tensor for _, tensor in wanted])
 
 
 def read_values(source: Source, tree: Any) -> Any:
     """Return nested values with their tensors read. Local."""
-    targets: list[tuple[str, Tensor]] = []
+    targets: list[tuple[Any, Tensor]] = []
 
-    def room(leaf: Any) -> Any:
+    def memory_for(leaf: Any) -> Any:
         if not isinstance(leaf, Stored):
             return leaf
-        targets.append((leaf.key, torch.empty(leaf.shape, dtype=leaf.dtype)))
-        return targets[-1][1]
+        memory = torch.empty(leaf.shape, dtype=leaf.dtype)
+        targets.append((leaf.key, memory))
+        return memory
 
-    values = tree_map(room, tree)
+    values = tree_map(memory_for, tree)
     source.read(targets)
     return values
 
@@ -112,11 +110,13 @@ def check_stored_ties(
     it. Local.
     """
 
-    def are_equal(name: str, *names: str) -> bool:
-        rooms = [unwritten(tensors[name], tensors[name].dtype, torch.device("cpu")) for _ in names]
-        keys = [source.contents.model[each].key for each in names]
-        source.read(zip(keys, rooms, strict=True))
-        return same_values(*map(local_value, rooms))
+    def are_equal(name: str, one: str, other: str) -> bool:
+        values = []
+        for stored_name in (one, other):
+            memory = unwritten(tensors[name], tensors[name].dtype, torch.device("cpu"))
+            source.read([(source.contents.model[stored_name].key, memory)])
+            values.append(local_value(memory))
+        return same_values(*values)
 
     check_ties(plan, are_equal, request)
 
@@ -125,17 +125,17 @@ def refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
     """Raise for tensors of subclasses that are not memory of their own, such as
     NF4 weights. Local.
     """
-    unfit = []
+    refused = []
     for name, tensor in tensors.items():
         kind = type(local_value(tensor))
         if has_own_dispatch(kind):
-            unfit.append(f"{name} ({kind.__name__})")
-    if unfit:
+            refused.append(f"{name} ({kind.__name__})")
+    if refused:
         raise CheckpointError(
-            f"tensors cannot be of a subclass: {listing(unfit)}. Of subclasses, only float8 "
-            "training weights are saved. Save with trainable_only=True, and quantize the base again "
-            "from its own files; save quantized state of an optimizer by torch.save of each rank's "
-            "state_dict()."
+            f"tensors cannot be of a subclass: {listing(refused)}. Of subclasses, only float8 "
+            "training weights are saved. Save with trainable_only=True, and quantize the base "
+            "again from its own files; save quantized state of an optimizer by torch.save of each "
+            "rank's state_dict()."
         )
 
 
@@ -148,23 +148,26 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
         inner = tree.get(name)
         if len(tree) == 1 and isinstance(inner, Mapping):
             tree = inner
-
-    def section(names: Iterable[str]) -> Mapping[Any, Any] | None:
-        return next((tree[name] for name in names if isinstance(tree.get(name), Mapping)), None)
-
-    optimizer = section(OPTIMIZER_NAMES)
+    model = _section(tree, MODEL_NAMES)
+    optimizer = _section(tree, OPTIMIZER_NAMES)
     if optimizer is None and "param_groups" in tree and "state" in tree:
         return Contents({}, _optimizer(tree))
-    model = section(MODEL_NAMES)
     if model is None and optimizer is None:
         model = {key: value for key, value in tree.items() if isinstance(key, str)}
     flat = dict(_flattened(model or {}))
-    if optimizer is None and not any(isinstance(value, Stored) for value in flat.values()):
+    if optimizer is not None:
+        return Contents(flat, _optimizer(optimizer))
+    if not any(isinstance(value, Stored) for value in flat.values()):
         raise CheckpointError(
             f"{where}: it has no tensors under {listing(map(str, tree))}. Save the model's state "
             f"dict under one of {', '.join(MODEL_NAMES)}, or at the top level."
         )
-    return Contents(flat, None if optimizer is None else _optimizer(optimizer))
+    return Contents(flat)
+
+
+def _section(tree: Mapping[Any, Any], names: Iterable[str]) -> Mapping[Any, Any] | None:
+    sections = [tree[name] for name in names if isinstance(tree.get(name), Mapping)]
+    return sections[0] if sections else None
 
 
 def _flattened(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -193,19 +196,16 @@ def _optimizer(tree: Mapping[Any, Any]) -> dict[str, Any]:
         fqn, _, name = rest.rpartition(".")
         section = state if part == "state" else options
         section.setdefault(fqn, {})[name] = value
-    groups = [{**own, "params": [fqn]} for fqn, own in options.items()]
+    groups = [own_options | {"params": [fqn]} for fqn, own_options in options.items()]
     return {"state": state, "param_groups": groups}
 
 
 def by_name(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Return an optimizer's state by FQN; parameters that are numbered count ``names``."""
-    numbers = {
-        number
-        for group in optimizer["param_groups"]
-        for number in group["params"]
-        if type(number) is int
-    }
-    numbers |= {number for number in optimizer["state"] if type(number) is int}
+    params = list(optimizer["state"])
+    for group in optimizer["param_groups"]:
+        params += group["params"]
+    numbers = [param for param in params if type(param) is int]
     if not numbers:
         return optimizer
     if max(numbers) >= len(names):
@@ -214,7 +214,7 @@ def by_name(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
             f"{len(names)}. Numbers count the model's parameters in order. Save the state by name, "
             "with FSDP.rekey_optim_state_dict."
         )
-    return renamed_state(optimizer, lambda key: names[key] if type(key) is int else key)
+    return renamed_state(optimizer, lambda param: names[param] if type(param) is int else param)
 
 
 # ---- plain data: files of torch.save that load with weights_only=True ----------------------------

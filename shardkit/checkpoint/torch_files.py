@@ -9,8 +9,9 @@ mapped, so each rank of any world reads only what it needs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,14 +26,14 @@ from shardkit.errors import CheckpointError, listing
 from shardkit.shards import Box, box_at, common, covers, inside, local_value
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_NAME = re.compile(r"(?:(.*?)[_.-])?(?:world_size_(\d{1,6})[_.-])?rank[_-]?(\d{1,6})")
+_NAME = re.compile(r"(|.*[_.-])rank[_-]?(\d{1,6})")
+_WORLD_SIZE = re.compile(r"world_size_(\d{1,6})")
 _OPTIMIZER = "optim"
 _FLAT = "_flat_param"
-_BESIDE = ("extra", "rng", "random", "sched", "trainer")  # names of files that are not read
+_NOT_READ = ("extra", "rng", "sched")  # as file names begin
 Shapes: TypeAlias = Mapping[str, torch.Size]  # of the model's parameters, in order
-# its box in its tensor, and a function that loads it
+# a box of a tensor, and a function that loads it
 _Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"
-_Trees: TypeAlias = Sequence[Mapping[Any, Any]]  # the state dict of each rank
 
 
 class TorchFiles:
@@ -54,44 +55,98 @@ class TorchFiles:
         self._where, self._shapes, self._chunks = str(path), shapes, dict[str, list[_Chunk]]()
         self.contents: Contents = Contents({})
         for name in sorted(sets, key=lambda name: _OPTIMIZER in name):  # the model first
-            if with_optimizer or not self.contents.model:
-                found = contents_of(
-                    self._merged([_load(file) for file in sets[name]], (name,)), self._where
-                )
-                self.contents = (
-                    replace(self.contents, optimizer=found.optimizer)
-                    if self.contents.model
-                    else found
-                )
+            if self.contents.model and not with_optimizer:
+                continue
+            tree = self._merged([_load(file) for file in sets[name]], (name,))
+            contents = contents_of(tree, self._where)
+            if self.contents.model:
+                contents = replace(self.contents, optimizer=contents.optimizer)
+            self.contents = contents
 
     def _merged(self, trees: list[Any], path: tuple[str, ...]) -> Any:
-        """Merge the trees of all ranks, with a :class:`Stored` for each tensor."""
+        """Merge the values of all ranks, with a :class:`Stored` for each tensor."""
         first, key = trees[0], ".".join(path).removeprefix(".")
         if isinstance(first, Mapping):
             if any(str(name).endswith(_FLAT) for name in first):
-                trees = [first := _by_parameter(trees, self._shapes, self._where)]
-            keys = dict.fromkeys(key for tree in trees for key in tree)
-            return {k: self._merged([t[k] for t in trees if k in t], (*path, str(k))) for k in keys}
-        if isinstance(first, _Run):
-            self._chunks[key] = [(full_box(first.shape), first.full)]
-            return Stored(first.shards[0].dtype, first.shape, key)
+                trees = [self._by_parameter(trees, key)]
+            merged: dict[Any, Any] = {}
+            for tree in trees:
+                for name in tree:
+                    if name not in merged:
+                        values = [other[name] for other in trees if name in other]
+                        merged[name] = self._merged(values, (*path, str(name)))
+            return merged
         if not isinstance(first, Tensor):
             return first
         shape, parts = _parts(trees, key)
         self._chunks[key] = [(box, part.detach) for box, part in parts.items()]
         return Stored(next(iter(parts.values())).dtype, shape, key)
 
+    def _by_parameter(self, trees: list[Any], key: str) -> dict[Any, Any]:
+        """Return FSDP1's LOCAL_STATE_DICT with each flat parameter replaced by the unit's
+        parameters, which are runs of it.
+
+        A flat parameter is the parameters of a unit, without those of the units inside it, in the
+        model's order, and zeros at the end. With ``use_orig_params=True`` its parameters start at
+        multiples of 16 bytes, and are listed by name too.
+        """
+        if self._shapes is None:
+            raise CheckpointError(
+                f"{self._where} is FSDP1's LOCAL_STATE_DICT. Flat parameters do not store the "
+                "shapes of parameters, so the model must give them. Load it with "
+                "load_checkpoint(path, model), and save that."
+            )
+        units: dict[str, list[str]] = {}
+        by_name: dict[Any, Any] = {}
+        for name, value in trees[0].items():
+            if name.endswith(_FLAT):
+                units[name.removesuffix(_FLAT)] = []
+            else:
+                by_name[name] = value
+        for name in self._shapes:
+            outer = [unit for unit in units if name.startswith(unit)]
+            if outer:
+                units[max(outer, key=len)].append(name)
+        for unit, names in units.items():
+            shards: list[Tensor] = []
+            for tree in trees:
+                flat = tree[unit + _FLAT]
+                pieces = flat.pieces if isinstance(flat, _ShardedPieces) else [(flat, None)]
+                shards += [piece.detach() for piece, _ in pieces]
+            is_listed = not by_name.keys().isdisjoint(names)
+            step, end = 16 // shards[0].element_size() if is_listed else 1, 0
+            for name in names:
+                start, shape = -(-end // step) * step, self._shapes[name]
+                end = start + shape.numel()
+                stored = Stored(shards[0].dtype, shape, f"{key}.{name}")
+                by_name[name] = stored
+                load = partial(_run, shards, start, shape)
+                self._chunks[stored.key] = [(full_box(shape), load)]
+            total = sum(shard.numel() for shard in shards)
+            if not end <= total <= end + max(len(trees) - 1, 1):
+                raise CheckpointError(
+                    f"{self._where}: {listing(names)} has {total} elements in the files, and {end} "
+                    "here. The shards of all ranks must add up to the model's parameters, unit by "
+                    "unit. Load into the model that was saved, with its parameters in the same "
+                    "order, or save FULL_STATE_DICT."
+                )
+        return by_name
+
     @torch.no_grad()
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Copy into each target its part of the tensor of its key; of quantized tensors their
         values. Local.
         """
-        for key, into, box in [(key, *part_of(target)) for key, target in targets]:
-            for at, load in self._chunks[key]:
-                if (shared := common(box, at)) is not None:
-                    loaded = local_value(load())
-                    values = loaded.dequantize() if is_wrapper(loaded) else loaded
-                    inside(into, box, shared).copy_(inside(values, at, shared))
+        for key, target in targets:
+            part, part_box = part_of(target)
+            for box, load in self._chunks[key]:
+                shared = common(part_box, box)
+                if shared is None:
+                    continue
+                values = local_value(load())
+                if is_wrapper(values):
+                    values = values.dequantize()
+                inside(part, part_box, shared).copy_(inside(values, box, shared))
 
 
 def rank_files(path: Path) -> dict[str, list[Path]]:
@@ -101,29 +156,34 @@ def rank_files(path: Path) -> dict[str, list[Path]]:
     Files of generators and schedulers, such as verl's ``extra_state_*``, are left out.
     """
     directory = path if path.is_dir() else path.parent
-    sets: dict[tuple[str, str], dict[int, Path]] = {}
+    sets: dict[str, dict[int, Path]] = {}
     for file in sorted(directory.iterdir()):
-        named = _NAME.fullmatch(file.stem) if file.suffix in SUFFIXES else None
-        if named is not None and not (named[1] or "").startswith(_BESIDE):
-            sets.setdefault((named[1] or "", named[2] or ""), {})[int(named[3])] = file
-    if not path.is_dir():
-        sets = {key: files for key, files in sets.items() if path in files.values()}
-    sets = {key: files for key, files in sets.items() if len(files) > 1 or key[1]}
-    kinds = [_OPTIMIZER in name for name, _ in sets]
-    if len(set(kinds)) < len(kinds) or len({world for _, world in sets}) > 1:
-        names = listing(f"{name}_*{world}" for name, world in sets)
-        raise CheckpointError(
-            f"{path} has {names}. A directory must have the files of one model and its optimizer, "
-            "saved by one world. Pass one of the files: its set is read."
-        )
-    for (name, world), files in sets.items():
-        missing = set(range(int(world or max(files) + 1))) - files.keys()
+        match = _NAME.fullmatch(file.stem)
+        if match and file.suffix in SUFFIXES and not match[1].startswith(_NOT_READ):
+            sets.setdefault(match[1], {})[int(match[2])] = file
+    complete: dict[str, list[Path]] = {}
+    for name, files in sets.items():
+        world_size = _WORLD_SIZE.search(name)
+        if not path.is_dir() and path not in files.values():
+            continue
+        if len(files) == 1 and world_size is None:  # a full file of the first rank
+            continue
+        wanted = range(int(world_size[1]) if world_size else max(files) + 1)
+        missing = [str(rank) for rank in wanted if rank not in files]
         if missing:
             raise CheckpointError(
-                f"{directory} has {name}_*{world}, and the files of ranks "
-                f"{listing(map(str, sorted(missing)))} are missing. Fetch them: all are needed."
+                f"{directory} has {name}*, and the files of ranks {listing(missing)} are missing. "
+                "Fetch them: all are needed."
             )
-    return {name: [files[rank] for rank in sorted(files)] for (name, _), files in sets.items()}
+        complete[name] = [files[rank] for rank in wanted]
+    optimizers = [name for name in complete if _OPTIMIZER in name]
+    if len(optimizers) > 1 or len(complete) - len(optimizers) > 1:
+        raise CheckpointError(
+            f"{path} has {listing(f'{name}*' for name in complete)}. A directory must have the "
+            "files of one model and its optimizer, saved by one world. Pass one of the files: its "
+            "set is read."
+        )
+    return complete
 
 
 def _load(file: Path) -> Mapping[Any, Any]:
@@ -144,38 +204,31 @@ def _load(file: Path) -> Mapping[Any, Any]:
 def _parts(values: list[Any], key: str) -> tuple[torch.Size, dict[Box, Tensor]]:
     """Return the shape of a tensor, and the parts of all ranks, which must fill it."""
     first = values[0]
+    shape: torch.Size = first.shape
+    parts: dict[Box, Tensor] = {}
     if isinstance(first, _ShardedPieces):
-        shape, parts = (
-            first.size_of_full,
-            {box: part for each in values for part, box in each.pieces},
-        )
+        shape = first.size_of_full
+        for value in values:
+            for piece, box in value.pieces:
+                parts[box] = piece
     elif isinstance(first, DTensor):
-        shape, parts = (
-            first.shape,
-            {_box(each, rank, key): local_tensor(each) for rank, each in enumerate(values)},
-        )
+        for rank, value in enumerate(values):
+            # A DTensor may be read in another world, or without one: its mesh says where it was.
+            coordinates = (value.device_mesh.mesh == rank).nonzero().tolist()
+            if len(coordinates) != 1:
+                raise _refused(key, "is on a mesh without the rank of its file")
+            parts[box_at(value, tuple(coordinates[0]))] = local_tensor(value)
     else:
-        shape, parts = first.shape, {full_box(first.shape): first}
-        # Runs of FSDP1's own optimizer may have one shape on all ranks; buffers may differ in their
-        # values.
-        if any(
-            each.shape != shape or (_OPTIMIZER in key and not torch.equal(each, first))
-            for each in values
-        ):
-            raise _refused(key, "is a plain tensor that differs between ranks")
+        parts[full_box(shape)] = first
+        for value in values:
+            # Flat pieces of FSDP1's own optimizer may have one shape on all ranks. Buffers may
+            # differ in their values.
+            is_piece = _OPTIMIZER in key and not torch.equal(value, first)
+            if value.shape != shape or is_piece:
+                raise _refused(key, "is a plain tensor that differs between ranks")
     if not covers(parts, shape):
         raise _refused(key, "is not filled, each element once, by its parts in the files")
     return shape, parts
-
-
-def _box(tensor: DTensor, rank: int, key: str) -> Box:
-    """Return the box of the rank that wrote a DTensor; it may be read in another world, or without
-    one.
-    """
-    at = (tensor.device_mesh.mesh == rank).nonzero().tolist()
-    if len(at) != 1 or any(place.is_partial() for place in tensor.placements):
-        raise _refused(key, "is a partial sum, or on a mesh without the rank of its file")
-    return box_at(tensor, tuple(at[0]))
 
 
 def _refused(key: str, problem: str) -> CheckpointError:
@@ -213,10 +266,11 @@ class _ShardedPieces(Tensor):
     def __setstate__(self, state: Any) -> None:
         shards, metadata, *_ = state
         self.size_of_full = torch.Size(metadata.size)
-        places = [(shard.tensor, shard.metadata) for shard in shards]
-        self.pieces = [
-            (t, tuple(zip(at.shard_offsets, at.shard_sizes, strict=True))) for t, at in places
-        ]
+        self.pieces = []
+        for shard in shards:
+            place = shard.metadata
+            box = tuple(zip(place.shard_offsets, place.shard_sizes, strict=True))
+            self.pieces.append((shard.tensor, box))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -250,64 +304,10 @@ _SHELLS: list[Any] = [
 ]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A parameter as a run of the elements of a flat one, which the ranks hold one
-    after the other.
-    """
-
-    shape: torch.Size
-    shards: list[Tensor]
-    start: int
-
-    def full(self) -> Tensor:
-        """Return the parameter, in new memory."""
-        start, parts = self.start, []
-        for shard in self.shards:
-            parts.append(shard[max(start, 0) : max(start + self.shape.numel(), 0)])
-            start -= shard.numel()
-        return torch.cat(parts).view(self.shape)
-
-
-def _by_parameter(trees: _Trees, shapes: Shapes | None, where: str) -> dict[Any, Any]:
-    """Return a state dict with each flat parameter replaced by the runs of the unit's parameters.
-    Local, pure.
-
-    A flat parameter is the parameters of a unit, without those of the units inside it, in the
-    model's order, and zeros at the end. With ``use_orig_params=True`` its parameters start at
-    multiples of 16 bytes, and are listed by name too.
-    """
-    if shapes is None:
-        raise CheckpointError(
-            f"{where} is FSDP1's LOCAL_STATE_DICT. Flat parameters do not store the shapes of "
-            "parameters, so the model must give them. Load it with load_checkpoint(path, model), "
-            "and save that."
-        )
-    units: dict[str, list[str]] = {
-        key.removesuffix(_FLAT): [] for key in trees[0] if key.endswith(_FLAT)
-    }
-    found = {key: value for key, value in trees[0].items() if not key.endswith(_FLAT)}
-    for name in shapes:
-        if around := [unit for unit in units if name.startswith(unit)]:
-            units[max(around, key=len)].append(name)
-    for unit, names in units.items():
-        flat = [tree[unit + _FLAT] for tree in trees]
-        pieces = [
-            [part for part, _ in each.pieces] if isinstance(each, _ShardedPieces) else [each]
-            for each in flat
-        ]
-        shards = [part.detach() for of_rank in pieces for part in of_rank]
-        step, end = 16 // shards[0].element_size() if found.keys() & names else 1, 0
-        for name in names:
-            start = -(-end // step) * step
-            found[name] = _Run(shapes[name], shards, start)
-            end = start + shapes[name].numel()
-        total = sum(shard.numel() for shard in shards)
-        if not end <= total <= end + max(len(trees) - 1, 1):
-            raise CheckpointError(
-                f"{where}: {listing(names)} has {total} elements in the files, and {end} here. The "
-                "shards of all ranks must add up to the model's parameters, unit by unit. Load "
-                "into the model that was saved, with its parameters in the same order, or save "
-                "FULL_STATE_DICT."
-            )
-    return found
+def _run(shards: list[Tensor], start: int, shape: torch.Size) -> Tensor:
+    """Return a parameter, in new memory, that starts in a flat one which lies in shards."""
+    parts = []
+    for shard in shards:
+        parts.append(shard[max(start, 0) : max(start + shape.numel(), 0)])
+        start -= shard.numel()
+    return torch.cat(parts).view(shape)

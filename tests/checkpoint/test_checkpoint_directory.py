@@ -26,11 +26,6 @@ def write_checkpoint(path: Path, contents: bytes = b"12345678", created: int = 1
     return path
 
 
-def test_a_manifest_comes_back(tmp_path):
-    read = directory.read_manifest(write_checkpoint(tmp_path / "a"))
-    assert read["files"] == {"data": [8, 2**64 - 1]}
-
-
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"{}", b"[" * 100_000, b'{"digest": "x"}', b"\x80\x04"]
 )
@@ -59,7 +54,7 @@ def test_no_flipped_bit_of_a_manifest_changes_what_a_load_returns(tmp_path):
 
 
 def listing(path: Path) -> list[str]:
-    return sorted(each.name for each in path.iterdir())
+    return sorted(os.listdir(path))
 
 
 def write_temporary(path: Path) -> Path:
@@ -79,16 +74,6 @@ def test_a_commit_leaves_the_new_checkpoint_alone(tmp_path):
         directory.clear(tmp_path / "a")
     assert listing(tmp_path) == ["a"]
     assert listing(tmp_path / "a") == ["data", "manifest.json"]
-
-
-def test_killed_between_the_renames_the_old_one_is_found_and_put_back(tmp_path):
-    path = write_checkpoint(tmp_path / "a")
-    write_temporary(path)
-    os.rename(path, tmp_path / ".a.old")
-    assert directory.read_manifest(directory.find(path))["created"] == 1
-    directory.prepare(path, True)
-    assert listing(tmp_path) == ["a"]
-    assert directory.latest_checkpoint(tmp_path) == path
 
 
 def test_killed_between_the_renames_the_usual_loop_goes_on_from_the_old_one(tmp_path):
@@ -137,13 +122,13 @@ def test_a_deletion_that_was_killed_leaves_nothing_that_is_taken_for_a_checkpoin
     assert listing(tmp_path) == ["moved"]
 
 
-@pytest.mark.parametrize("keep", [None, 2])
-def test_leftovers_of_killed_saves_are_cleared_before_anything_is_written(keep, tmp_path):
+def test_leftovers_of_killed_saves_are_cleared_before_anything_is_written(tmp_path):
     for name in ("step-1", "step-2", "best"):
         write_temporary(tmp_path / name)
-    directory.prepare(tmp_path / "step-2", False, keep)
-    others = [".best.tmp"] if keep else [".best.tmp", ".step-1.tmp"]
-    assert listing(tmp_path) == others
+    directory.prepare(tmp_path / "step-2", False)
+    assert listing(tmp_path) == [".best.tmp", ".step-1.tmp"]
+    directory.prepare(tmp_path / "step-2", False, keep=2)
+    assert listing(tmp_path) == [".best.tmp"]
 
 
 def test_the_latest_may_be_of_an_earlier_version_and_its_load_says_so(tmp_path):
@@ -183,9 +168,7 @@ def test_what_is_not_ours_is_not_replaced(tmp_path):
 
 
 def test_a_missing_checkpoint_is_said(tmp_path):
-    with pytest.raises(
-        CheckpointError, match=r"step-2 does not exist\. Pass the path of a checkpoint, or latest_"
-    ):
+    with pytest.raises(CheckpointError, match=r"step-2 does not exist"):
         directory.find(tmp_path / "no" / "step-2")
 
 

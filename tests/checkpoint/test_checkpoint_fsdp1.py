@@ -27,9 +27,9 @@ from trees import assert_same
 
 from shardkit.__main__ import main
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint
-from shardkit.checkpoint.format import find_tensors as locate
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict, full_state_dict
+from shardkit.state.optimizer import renamed_state
 from shardkit.testing import distributed
 
 IDS = torch.tensor([[0, 1, 2, 3, 4], [6, 5, 4, 3, 2]])
@@ -125,15 +125,7 @@ def save_fsdp1(folder, use_orig_params):
     full, by_name = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
     if is_first():
         names = [name for name, _ in build().named_parameters()]
-        number = {name: index for index, name in enumerate(names)}
-        groups = [
-            {**group, "params": [number[name] for name in group["params"]]}
-            for group in by_name["param_groups"]
-        ]
-        by_number = {
-            "state": {number[n]: value for n, value in by_name["state"].items()},
-            "param_groups": groups,
-        }
+        by_number = renamed_state(by_name, names.index)
         torch.save({"model": full, "optimizer": by_name}, folder / "full.pt")
         torch.save({"state_dict": full, "optim": by_number}, folder / "numbered.pt")
         torch.save(full, folder / "model.bin")
@@ -157,10 +149,7 @@ def load_into_fsdp2(paths, shape, seed=1):
     if is_first():
         assert_same(dict(got["model"]), dict(expected["model"]))
         assert_same(got["optimizer"]["state"], expected["optimizer"]["state"])
-        for ours, theirs in zip(
-            got["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True
-        ):
-            assert_same(ours, theirs)
+        assert_same(got["optimizer"]["param_groups"], expected["optimizer"]["param_groups"])
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["use_orig_params", "flat"])
@@ -182,10 +171,10 @@ def test_every_kind_loads_into_fsdp2(written):
 def test_convert_takes_every_kind_to_every_other(written, tmp_path, capsys):
     expected = trained_plain()
     for name in ("sharded", "full.pt"):
-        for kind, place in (("safetensors", "a"), ("dcp", "b"), ("full", "c.pt")):
+        for place in ("b", "c.pt"):
             target = tmp_path / name / place
             target.parent.mkdir(exist_ok=True)
-            assert main(["convert", str(written / name), str(target), "--to", kind]) == 0
+            assert main(["convert", str(written / name), str(target)]) == 0
             assert f"-> {target}" in capsys.readouterr().out
             model = build(seed=1)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -197,22 +186,15 @@ def test_convert_takes_every_kind_to_every_other(written, tmp_path, capsys):
         again = tmp_path / name / "again.pt"
         convert_checkpoint(tmp_path / name / "b", again)
         assert_same(torch.load(again)["optimizer"]["state"], expected["optimizer"]["state"])
-        assert sorted(each.name for each in (tmp_path / name).iterdir()) == [
-            "a",
-            "again.pt",
-            "b",
-            "c.pt",
-        ]
-    # as Hugging Face's readers see it
-    assert set(locate(tmp_path / "sharded" / "a")) == set(expected["model"])
+        names = sorted(path.name for path in (tmp_path / name).iterdir())
+        assert names == ["again.pt", "b", "c.pt"]
 
 
 def test_convert_refuses_what_it_cannot_do(written, tmp_path, capsys):
     (tmp_path / "there.pt").touch()
     for arguments, said in [
-        (["convert", str(written / "nothing"), str(tmp_path / "a")], "does not exist"),
+        (["convert", str(written / "nothing"), str(tmp_path / "a.pt")], "does not exist"),
         (["convert", str(written / "sharded"), str(tmp_path / "there.pt")], "there.pt exists"),
-        (["convert", str(written / "numbered.pt"), str(tmp_path / "a")], "numbers its parameters"),
     ]:
         assert main(arguments) == 1
         assert said in capsys.readouterr().err
@@ -250,15 +232,9 @@ def test_fsdp1_goes_on_from_what_is_exported(use_orig_params, tmp_path):
 # --- Files that are not what they seem ------------------------------------------------------------
 
 
-class Boom:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (pytest.fail, ("a pickle ran code",))
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"model": Boom()}, "cannot be read .*weights_only=False"),
         (torch.ones(2), "holds a Tensor"),
         ({"epoch": 3}, "no tensors under epoch"),
     ],

@@ -9,28 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from meshes import mesh_of
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import fully_shard
 from trees import assert_same
 
-from shardkit.checkpoint import (
-    convert_checkpoint,
-    load_checkpoint,
-    load_pretrained,
-    save_checkpoint,
-)
+from shardkit.checkpoint import load_checkpoint, load_pretrained, save_checkpoint
 from shardkit.errors import CheckpointError, ShardkitError
-from shardkit.optim import step_on_local_shards
 from shardkit.state import (
     full_optimizer_state_dict,
     full_state_dict,
-    sharded_optimizer_state_dict,
 )
 from shardkit.testing import distributed
 
@@ -79,9 +67,8 @@ def whole(net: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("format", ["safetensors"])
 @distributed(world_size=2, backend="gloo")
-def test_what_trains_is_saved_and_the_rest_left_alone(format, tmp_path):
+def test_what_trains_is_saved_and_the_rest_stays(tmp_path):
     net = build()
     optimizer = adamw(net)
     step(net, optimizer)
@@ -100,15 +87,12 @@ def test_what_trains_is_saved_and_the_rest_left_alone(format, tmp_path):
     assert_same(got["optimizer"], expected["optimizer"])
 
 
-def test_it_is_said_and_converted(tmp_path, caplog):
+def test_it_is_said(tmp_path, caplog):
     net = build(mesh=False)
     save_checkpoint(tmp_path / "c", net, trainable_only=True)
-    for to in ("safetensors",):
-        convert_checkpoint(tmp_path / "c", tmp_path / to, to=to)
-        with caplog.at_level(logging.WARNING, "shardkit"):
-            load_checkpoint(tmp_path / to, build(seed=1, mesh=False))
-        assert "saved with trainable_only=True: 6 frozen tensors are left unchanged" in caplog.text
-        caplog.clear()
+    with caplog.at_level(logging.WARNING, "shardkit"):
+        load_checkpoint(tmp_path / "c", build(seed=1, mesh=False))
+    assert "saved with trainable_only=True: 6 frozen tensors are left unchanged" in caplog.text
     with pytest.raises(CheckpointError, match="6 missing"):
         load_pretrained(build(mesh=False), tmp_path / "c")
     with pytest.raises(ShardkitError, match="no parameter that trains"):
@@ -138,8 +122,9 @@ def test_freezing_that_changed_is_one_error_or_left_alone(trainable_only, tmp_pa
     assert not resumed.state.get(thawed[0].base.weight)
     step(thawed, resumed)
 
-    frozen = build(seed=1, mesh=False)
-    frozen[0].up.requires_grad_(False)
+    frozen = thawed
+    for layer in (frozen[0].base, frozen[0].up):
+        layer.requires_grad_(False)
     resumed = adamw(frozen)
     with pytest.raises(CheckpointError, match=r"- unexpected: 0\.up\.weight"):
         load_checkpoint(tmp_path / "c", frozen, resumed)
@@ -163,37 +148,19 @@ def test_an_untied_file_in_a_tied_model_is_reported(tmp_path):
         save_checkpoint(tmp_path / "same", untied)
         untied.head.weight[4, 2] += 1  # the last rank's part alone
         save_checkpoint(tmp_path / "differs", untied)
-    for load in (load_pretrained, load_checkpoint):
+
+    def from_pretrained(path, net, **options):
+        load_pretrained(net, path, **options)
+
+    for load in (from_pretrained, load_checkpoint):
         net = Tied(True)
         fully_shard(net, mesh=mesh_of((2,)))
-        load(net, tmp_path / "same") if load is load_pretrained else load(tmp_path / "same", net)
+        load(tmp_path / "same", net)
         before = whole(net)
         with pytest.raises(
             CheckpointError, match=r"head\.weight differs from embed\.weight|1 of 2 ranks failed"
         ):
-            load(net, tmp_path / "differs") if load is load_pretrained else load(
-                tmp_path / "differs", net
-            )
+            load(tmp_path / "differs", net)
         assert_same(whole(net), before)
-        arguments = (
-            (net, tmp_path / "differs") if load is load_pretrained else (tmp_path / "differs", net)
-        )
-        load(*arguments, strict=False)
+        load(tmp_path / "differs", net, strict=False)
         assert torch.equal(whole(net)["model"]["embed.weight"], untied.embed.weight)
-
-
-@distributed(world_size=2, backend="gloo")
-def test_dcp_restores_an_optimizer_that_has_not_stepped(tmp_path):
-    net = build()
-    optimizer = step_on_local_shards(adamw(net))
-    step(net, optimizer)
-    saved = {"optimizer": sharded_optimizer_state_dict(net, optimizer)}
-    dcp.save(saved, checkpoint_id=str(tmp_path / "c"))
-    fresh = build()
-    resumed = step_on_local_shards(adamw(fresh))
-    state = {"optimizer": get_optimizer_state_dict(fresh, resumed)}
-    dcp.load(state, checkpoint_id=str(tmp_path / "c"))
-    set_optimizer_state_dict(fresh, resumed, state["optimizer"])
-    found, expected = whole(fresh, resumed)["optimizer"], whole(net, optimizer)["optimizer"]
-    assert len(found["state"]) == 12
-    assert_same(found["state"], expected["state"])

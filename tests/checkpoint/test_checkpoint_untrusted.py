@@ -4,8 +4,6 @@ unchanged.
 
 from __future__ import annotations
 
-import enum
-import io
 import json
 import os
 import pickle
@@ -53,26 +51,6 @@ def change_metadata(path: Path, change) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(change(found) or found))
 
 
-class OfPython311(pickle.Pickler):
-    """Pickles members of enums by ``getattr``, as Python 3.11.0 to 3.11.3 do."""
-
-    def reducer_override(self, found):
-        return (
-            (getattr, (type(found), found.name)) if isinstance(found, enum.Enum) else NotImplemented
-        )
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed")
-def test_metadata_of_dcp_that_another_python_wrote(tmp_path):
-    path, data = dcp_directory(tmp_path / "a"), io.BytesIO()
-    OfPython311(data).dump(pickle.loads((path / ".metadata").read_bytes()))
-    assert b"getattr" in data.getvalue()
-    (path / ".metadata").write_bytes(data.getvalue())
-    model = torch.nn.Linear(3, 4)
-    load_checkpoint(path, model)
-    assert torch.equal(model.weight, net().weight)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_code_in_the_metadata_of_dcp_never_runs(tmp_path):
     path, mark = dcp_directory(tmp_path / "a"), tmp_path / "mark"
@@ -92,32 +70,17 @@ def test_code_in_the_metadata_of_dcp_never_runs(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_what_is_pickled_beside_tensors_is_not_read(tmp_path):
-    dcp.save(
-        {"model": dict(net().state_dict()), "seen": Path("x")},
-        checkpoint_id=tmp_path / "a",
-        no_dist=True,
-    )
+    tree = {"model": dict(net().state_dict()), "seen": Path("x")}
+    dcp.save(tree, checkpoint_id=tmp_path / "a", no_dist=True)
     load_checkpoint(tmp_path / "a", net())
     torch.save({"model": net().state_dict(), "run": Runs(tmp_path / "mark")}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", "weights_only=False")
     assert not (tmp_path / "mark").exists()
 
 
-def moved(**fields):
-    def change(found):
-        for info in found.storage_data.values():
-            vars(info).update(fields)
-
-    return change
-
-
-def lost_chunk(found):
-    found.state_dict_metadata["model.weight"].chunks.clear()
-
-
-def twice(found):
-    entry = found.state_dict_metadata["model.weight"]
-    entry.size = torch.Size([8, 3])
+def cut_off(found):
+    for info in found.storage_data.values():
+        info.length = 1 << 50
 
 
 def nowhere(found):
@@ -128,11 +91,7 @@ def nowhere(found):
 @pytest.mark.parametrize(
     "change",
     [
-        moved(relative_path="../b.distcp"),
-        moved(relative_path="/etc/passwd"),
-        moved(length=1 << 50),
-        lost_chunk,
-        twice,
+        cut_off,
         nowhere,
         lambda found: found.__setattr__("planner_data", {"model.weight": 4}),
         lambda _: [1],
@@ -140,7 +99,6 @@ def nowhere(found):
 )
 def test_metadata_that_does_not_fit_is_one_error(change, tmp_path):
     path = dcp_directory(tmp_path / "a")
-    (tmp_path / "b.distcp").write_bytes((path / "__0_0.distcp").read_bytes())
     change_metadata(path, change)
     refused(path, r"cannot be read|is damaged|has no file of the name")
 

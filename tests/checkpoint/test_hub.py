@@ -16,8 +16,7 @@ import torch.distributed as dist
 from hub_nets import MODELS, TEXT, made
 from memory_count import LiveStorages
 from meshes import mesh_of
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils.save_and_load import load_peft_weights
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,13 +39,11 @@ from shardkit.errors import CheckpointError, ShardkitError
 from shardkit.testing import distributed
 
 
-def files_of(directory) -> dict[str, torch.Tensor]:
-    names = [name for name in sorted(os.listdir(directory)) if name.endswith(".safetensors")]
-    return {
-        name: tensor
-        for file in names
-        for name, tensor in load_file(os.path.join(directory, file)).items()
-    }
+def files_of(directory: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
 
 
 def assert_equal(got, wanted) -> None:
@@ -140,8 +137,7 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path):
         config["target_modules"].sort()  # a set in peft
     assert configs[0] == configs[1]
     loaded = PeftModel.from_pretrained(made("llama", 3), tmp_path / "ours")
-    assert_equal(load_peft_weights(tmp_path / "ours"), load_peft_weights(theirs))
-    assert any("lora_" in name for name, _ in loaded.named_parameters())
+    assert_equal(get_peft_model_state_dict(loaded), files_of(theirs))
 
 
 @distributed(world_size=2, backend="gloo")
@@ -199,11 +195,6 @@ def test_a_stream_of_hub_names_is_what_save_pretrained_writes(name, tmp_path):
     assert len(dict(stream)) == len(stream)
     assert_equal(dict(stream), files_of(theirs))
     assert all(tensor.is_contiguous() for _, tensor in stream)
-    again, info = type(plain).from_pretrained(
-        None, config=plain.config, state_dict=dict(stream), output_loading_info=True
-    )
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_equal(again.state_dict(), plain.state_dict())
 
 
 @distributed(world_size=2, backend="gloo")
@@ -222,23 +213,8 @@ def test_a_stream_holds_one_bucket_and_its_arguments_are_checked():
         next(named_full_tensors(model, names="hf"))
     with pytest.raises(CheckpointError, match="got Linear"):
         next(named_full_tensors(nn.Linear(2, 2), names="hub"))
-    odd = ("hub", "model")[dist.get_rank()]
     with pytest.raises(ShardkitError, match="in names"):
-        next(named_full_tensors(model, names=odd))
-
-
-class Engine:
-    """A stand-in: its weights have the hub's names, and no others may come."""
-
-    def __init__(self, directory) -> None:
-        self.weights = files_of(directory)
-        self.missing = set(self.weights)
-
-    def update(self, bucket) -> None:
-        for name, tensor in bucket.items():
-            # KeyError of another name, RuntimeError of another shape
-            self.weights[name].copy_(tensor)
-            self.missing.discard(name)
+        next(named_full_tensors(model, names=("hub", "model")[dist.get_rank()]))
 
 
 class Host(NamedTuple):
@@ -254,50 +230,37 @@ class Host(NamedTuple):
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_vl"])
 @distributed(world_size=4, backend="gloo")
 def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
-    """Two ranks train, and two are an engine that has other weights."""
-    rank, page = (
-        dist.get_rank(),
-        (Path(__file__).parents[2] / "docs" / "saving-and-loading.md").read_text(),
-    )
-    blocks = [
-        block
-        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        if "put(bucket" in block
-    ]
+    """Two ranks train, and two are an engine, which gets the hub's names and tensors."""
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp_shard",))  # which every rank makes
+    page = (Path(__file__).parents[2] / "docs" / "saving-and-loading.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    send, put, put_in_file = [block for block in blocks if "put(bucket" in block]
     names: dict[str, Any] = {"torch": torch, "dist": dist, "named_full_tensors": named_full_tensors}
-    exec(blocks[0], names)
-    exec(blocks[1].replace("[0, 3]", "[0, 2, 3]").replace("send(model", "()  # "), names)
-    assert len(blocks) == 3
-    mesh, plain = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp_shard",)), made(name, 1).bfloat16()
+    exec(send, names)
+    exec(put.replace("[0, 3]", "[0, 2, 3]").replace("send(model", "()  # "), names)
     if rank == 0:
-        made(name, 2).save_pretrained(tmp_path / "other")
-        plain.save_pretrained(tmp_path / "wanted")
+        made(name, 1).bfloat16().save_pretrained(tmp_path / "wanted")
     dist.barrier()
     if rank < 2:
         model = shard_model(made(name, 1), mesh=mesh)
         names["send"](model, names["put"], 20_000)
-        exec(blocks[2], names)
-        names["send"](
-            model,
-            partial(names["put"], engine=Host(names["to_engine"]), file=tmp_path / "bucket"),
-            20_000,
-        )
+        exec(put_in_file, names)
+        engine = Host(names["to_engine"])
+        put_there = partial(names["put"], engine=engine, file=tmp_path / "bucket")
+        names["send"](model, put_there, 20_000)
         return
-    engine, buckets = Engine(tmp_path / "other"), list(names["receive"]())
-    largest = max(tensor.nbytes for tensor in engine.weights.values())
+    buckets = list(names["receive"]())
+    received: dict[str, torch.Tensor] = {}
+    for bucket in buckets:
+        received |= bucket
+    assert_equal(received, files_of(tmp_path / "wanted"))
+    largest = max(tensor.nbytes for tensor in received.values())
     for bucket in buckets:
         assert 0 < sum(tensor.nbytes for tensor in bucket.values()) <= max(20_000, largest)
         dist.broadcast_object_list(file := [None], src=0, group=names["to_engine"])
         assert_equal(load_file(file[0]), bucket)
         dist.barrier(names["to_engine"])
-        engine.update(bucket)
-    assert not engine.missing
-    assert_equal(
-        {name: tensor.bfloat16() for name, tensor in engine.weights.items()},
-        files_of(tmp_path / "wanted"),
-    )
-    with pytest.raises(KeyError):
-        engine.update(plain.state_dict())
 
 
 # ---- one process: what is beside the weights -----------------------------------------------------
@@ -338,14 +301,14 @@ def test_a_save_that_is_stopped_at_any_rename_leaves_a_whole_model(stop, tmp_pat
             patch.setattr(os, "rename", stops)
             with pytest.raises((KeyboardInterrupt, CheckpointError, OSError)):
                 save_pretrained(made("llama", 4), place, overwrite=True)
-        (name,) = (each.name for each in tmp_path.iterdir())
+        (name,) = os.listdir(tmp_path)
         again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert_equal(again.state_dict(), old.state_dict())
         assert name == ("out" if stop is OSError or at == 1 else ".out.old")
     new = made("llama", 5)
     save_pretrained(new, place, overwrite=True)
     assert_equal(AutoModelForCausalLM.from_pretrained(place).state_dict(), new.state_dict())
-    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert os.listdir(tmp_path) == ["out"]
     assert (place / "tokenizer.json").exists()
     assert (place / "checkpoint-1" / "trainer_state.json").exists()
     assert not list(place.glob("model-*"))
@@ -379,10 +342,8 @@ def test_names_in_a_checkpoint_are_the_models_own(tmp_path):
 def test_a_converted_file_has_every_name_of_a_tied_tensor_on_one_storage(tmp_path):
     model = made("llama", 3)
     save_checkpoint(tmp_path / "c", model)
-    convert_checkpoint(tmp_path / "c", tmp_path / "again")
-    for source in ("c", "again"):
-        convert_checkpoint(tmp_path / source, tmp_path / f"{source}.pt")
-        full = torch.load(tmp_path / f"{source}.pt", weights_only=True)["model"]
-        tied = [full["lm_head.weight"], full["model.embed_tokens.weight"]]
-        assert tied[0].untyped_storage().data_ptr() == tied[1].untyped_storage().data_ptr()
-        model.load_state_dict(full)
+    convert_checkpoint(tmp_path / "c", tmp_path / "c.pt")
+    full = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
+    tied = [full["lm_head.weight"], full["model.embed_tokens.weight"]]
+    assert tied[0].untyped_storage().data_ptr() == tied[1].untyped_storage().data_ptr()
+    model.load_state_dict(full)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -54,6 +55,12 @@ def net(seed: int) -> Net:
         for each in (*made.parameters(), *made.norm.buffers()):
             each.copy_(torch.randn(each.shape) * 10)
     return made
+
+
+def built(seed: int, meta: bool = True) -> Net:
+    torch.manual_seed(seed)
+    with init_on_meta() if meta else nullcontext():
+        return Net()
 
 
 def sharded(model: Net, mesh: str = "fsdp", **options) -> Net:
@@ -113,16 +120,9 @@ def test_into_a_sharded_model(mesh, tmp_path):
 @distributed(world_size=4, backend="gloo")
 def test_into_a_meta_model(mesh, how, tmp_path):
     path, whole = written(tmp_path)
-    torch.manual_seed(3)
-    expected = Net()
-    torch.manual_seed(3)
-    with init_on_meta():
-        model = Net()
-    sharded(
-        model,
-        mesh,
-        **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}),
-    )
+    expected = built(3, meta=False)
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}
+    model = sharded(built(3), mesh, **offload)
     before = {name: id(each) for name, each in model.named_parameters()}
     dtype = torch.bfloat16 if how == "converted" else None
     load_pretrained(model, path, dtype=dtype)
@@ -139,19 +139,12 @@ def test_into_a_meta_model(mesh, how, tmp_path):
         model(torch.arange(4)).sum().backward()
 
 
-@pytest.mark.parametrize("built", ["plain", "recorded"])
-def test_into_a_model_that_is_not_sharded(built, tmp_path):
+def test_into_a_meta_model_that_is_not_sharded(tmp_path):
     path, whole = written(tmp_path)
-    torch.manual_seed(3)
-    if built == "plain":
-        model = Net()
-    else:
-        with init_on_meta():
-            model = Net()
+    model = built(3)
     load_pretrained(model, path)
     assert_holds(state_of(model), whole)
-    torch.manual_seed(3)
-    assert torch.equal(model.noise, Net().noise)
+    assert torch.equal(model.noise, built(3, meta=False).noise)
 
 
 def test_wrappers_are_no_part_of_names(tmp_path):
@@ -201,34 +194,25 @@ def test_what_transformers_saved_is_read(tied, tmp_path):
 
 # ---- names ---------------------------------------------------------------------------------------
 
-KEY_MAPS = {
-    "function": lambda name: None if name == "junk" else name.removeprefix("base."),
-    "patterns": [
-        (r"^base\.blocks\.(\d+)\.", r"blocks.\1."),
-        (r"^base\.", ""),
-        ("^junk$", "narrow.bias"),
-    ],
-    "names": None,
-}
+PATTERNS = [(r"^base\.blocks\.(\d+)\.", r"blocks.\1."), (r"^base\.", ""), ("^junk$", "narrow.bias")]
 
 
-@pytest.mark.parametrize("how", KEY_MAPS)
+@pytest.mark.parametrize("how", ["function", "patterns", "names"])
 def test_names_are_mapped(how, tmp_path):
     whole = stored(net(0))
-    if how == "patterns":
-        bias = whole.pop("narrow.bias")
-        save_file(
-            {f"base.{name}": each for name, each in whole.items()} | {"junk": bias},
-            tmp_path / "a.safetensors",
-        )
-        whole["narrow.bias"] = bias
+    in_file = {f"base.{name}": tensor for name, tensor in whole.items()}
+    if how == "function":
+        in_file["junk"] = torch.ones(1)
+
+        def key_map(name):
+            return None if name == "junk" else name.removeprefix("base.")
+
+    elif how == "patterns":
+        in_file["junk"] = in_file.pop("base.narrow.bias")
+        key_map = PATTERNS
     else:
-        junk = {"junk": torch.ones(1)} if how == "function" else {}
-        save_file(
-            {f"base.{name}": each for name, each in whole.items()} | junk,
-            tmp_path / "a.safetensors",
-        )
-    key_map = KEY_MAPS[how] or {f"base.{name}": name for name in whole}
+        key_map = {f"base.{name}": name for name in whole}
+    save_file(in_file, tmp_path / "a.safetensors")
     model = net(1)
     load_pretrained(model, tmp_path, key_map=key_map)
     assert_holds(state_of(model), whole)
@@ -249,22 +233,11 @@ def test_any_name_of_a_tie_is_enough(name, tmp_path):
 @distributed(world_size=4, backend="gloo")
 def test_not_strict_leaves_the_rest_as_it_was_built(meta, tmp_path):
     path, whole = written(tmp_path)
-    partial = {name: each for name, each in whole.items() if not name.startswith("blocks.0")} | {
-        "more": torch.ones(1)
-    }
-    save_file(partial, path)
-    torch.manual_seed(5)
-    expected = Net()
-    torch.manual_seed(5)
-    if meta:
-        with init_on_meta():
-            model = Net()
-    else:
-        model = Net()
-    sharded(model)
+    partial = {name: tensor for name, tensor in whole.items() if not name.startswith("blocks.0")}
+    save_file(partial | {"more": torch.ones(1)}, path)
+    expected, model = built(5, meta=False), sharded(built(5, meta))
     loaded = load_pretrained(model, path, strict=False)
     assert loaded == (["blocks.0.weight", "blocks.0.bias"], ["more"])
-    assert loaded.missing_keys == ["blocks.0.weight", "blocks.0.bias"]
     kept = {name: expected.get_parameter(name) for name in loaded.missing_keys}
     assert_holds(state_of(model), whole | kept)
 
@@ -273,26 +246,19 @@ def test_not_strict_leaves_the_rest_as_it_was_built(meta, tmp_path):
 
 
 def snapshot(model: nn.Module) -> list[object]:
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = [
-        (each.to_local() if isinstance(each, DTensor) else each).detach() for each in state.values()
-    ]
-    return [
-        [id(each) for each in state.values()],
-        [None if each.is_meta else each.tolist() for each in values],
-    ]
+    """The tensor objects of a model, and their values."""
+    seen: list[object] = []
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        seen += [id(tensor), None if local.is_meta else local.tolist()]
+    return seen
 
 
 @pytest.mark.parametrize("meta", [True, False])
 @distributed(world_size=4, backend="gloo")
 def test_what_does_not_fit_changes_nothing_on_any_rank(meta, tmp_path):
     path, whole = written(tmp_path)
-    if meta:
-        with init_on_meta():
-            model = Net()
-    else:
-        model = net(1)
-    sharded(model)
+    model = sharded(built(1, meta))
     before = snapshot(model)
     wrong = whole | {
         "gain": torch.ones(2),
@@ -320,9 +286,7 @@ def test_what_does_not_fit_changes_nothing_on_any_rank(meta, tmp_path):
 @distributed(world_size=4, backend="gloo")
 def test_a_disk_that_fails_half_way_leaves_a_meta_model_on_meta(tmp_path):
     path, _ = written(tmp_path)
-    with init_on_meta():
-        model = Net()
-    sharded(model)
+    model = sharded(built(1))
     before = snapshot(model)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:

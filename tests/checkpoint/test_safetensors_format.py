@@ -17,12 +17,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from shardkit.checkpoint import byte_ranges, load_checkpoint
+from shardkit.checkpoint import byte_ranges
 from shardkit.checkpoint.byte_ranges import open_file as opened
 from shardkit.checkpoint.byte_ranges import raw, read_all, read_parts, write_all
 from shardkit.checkpoint.format import (
     DTYPES,
-    Entry,
+    Location,
     Spec,
     find_tensors,
     plan_files,
@@ -35,7 +35,7 @@ KINDS = st.sampled_from(sorted(DTYPES))
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 
 
-def ours(data: bytes) -> dict[str, Entry] | str:
+def ours(data: bytes) -> dict[str, Location] | str:
     """What the reader makes of a file: its tensors, or the reason why not."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
@@ -87,20 +87,14 @@ def test_files_begin_as_the_package_writes_them(kinds):
 
 
 def test_files_are_filled_in_order_and_indexed_as_transformers_does():
-    specs = {
-        f"t{number}": Spec(torch.uint8, torch.Size([size]))
-        for number, size in enumerate([4, 4, 9, 1, 0, 7, 2])
-    }
-    files, entries = plan_files(Path("a"), "model", specs, 8)
-    shares = {}
-    for name, entry in entries.items():
-        shares.setdefault(entry.file, []).append(name)
-    assert [sorted(share) for share in shares.values()] == [
-        ["t0", "t1"],
-        ["t2"],
-        ["t3", "t4", "t5"],
-        ["t6"],
-    ]
+    sizes = {"t0": 4, "t1": 4, "t2": 9, "t3": 1, "t4": 0, "t5": 7, "t6": 2}
+    specs = {name: Spec(torch.uint8, torch.Size([size])) for name, size in sizes.items()}
+    files, locations = plan_files(Path("a"), "model", specs, 8)
+    shares: dict[Path, str] = {}
+    for name in sizes:
+        file = locations[name].file
+        shares[file] = shares.get(file, "") + name
+    assert list(shares.values()) == ["t0t1", "t2", "t3t4t5", "t6"]
     index = json.loads(files[-1].header)
     assert files[-1].path.name == "model.safetensors.index.json"
     assert index["metadata"] == {"total_size": 27}
@@ -184,7 +178,7 @@ def test_any_part_of_a_file_is_read(tmp_path_factory, drawn, kind):
     small = pytest.MonkeyPatch()
     with small.context() as patch:
         patch.setattr(byte_ranges, "STAGE", 80)
-        entry = Entry(torch.float32, torch.Size(shape), path, 4)
+        entry = Location(torch.float32, torch.Size(shape), path, 4)
         read_parts([(entry, (values, box))])
         read_parts([(entry, (strided, box))])
     assert torch.equal(values, expected.to(kind))
@@ -266,29 +260,22 @@ def test_the_hubs_cache_links_to_its_blobs(tmp_path):
     assert set(find_tensors(snapshot)) == {"a"}
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "sub/../../secret.safetensors", "..", "", ".", "a\0b", "/"]
-)
-def test_an_index_names_files_beside_it_only(name, tmp_path):
-    put(tmp_path / "secret.safetensors")
+def test_an_index_names_files_beside_it_only(tmp_path):
+    secret = put(tmp_path / "secret.safetensors")
     (tmp_path / "model" / "sub").mkdir(parents=True)
-    found = refusal(index_of(tmp_path / "model", {"a": name}))
-    assert "leads out of the directory" in found or "is not a file" in found or "null " in found
-    assert "leads out" in refusal(
-        index_of(tmp_path / "model", {"a": str(tmp_path / "secret.safetensors")})
-    )
+    for name in ("../secret.safetensors", "sub/../../secret.safetensors", "..", ".", str(secret)):
+        assert "leads out of the directory" in refusal(index_of(tmp_path / "model", {"a": name}))
 
 
 def test_links_out_of_the_directory_are_refused(tmp_path):
     secret = put(tmp_path / "secret.safetensors")
-    inside = put(tmp_path / "model" / "real.safetensors")
-    for target in (secret, Path("..") / "secret.safetensors"):
-        link = tmp_path / "model" / "link.safetensors"
-        link.symlink_to(target)
-        found = refusal(index_of(tmp_path / "model", {"a": link.name}))
-        assert f"'link.safetensors' leads out of the directory, to {secret}" in found
-        link.unlink()
-    (tmp_path / "model" / "link.safetensors").symlink_to(inside)
+    link = tmp_path / "model" / "link.safetensors"
+    link.parent.mkdir()
+    link.symlink_to(secret)
+    index = index_of(link.parent, {"a": link.name})
+    assert f"'link.safetensors' leads out of the directory, to {secret}" in refusal(index)
+    link.unlink()
+    link.symlink_to(put(tmp_path / "model" / "real.safetensors"))
     assert set(find_tensors(tmp_path / "model")) == {"a"}
     # What the user names is meant.
     (tmp_path / "mine.safetensors").symlink_to(secret)
@@ -317,16 +304,3 @@ def test_what_is_no_index_is_refused(text, tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(text)
     assert refusal(index).startswith(f"{index} cannot be read (")
-
-
-@given(
-    st.binary(max_size=60)
-    | st.binary(max_size=40).map(lambda data: len(data).to_bytes(8, "little") + data)
-)
-def test_any_bytes_are_a_file_or_one_clear_error(tmp_path_factory, data):
-    path = tmp_path_factory.getbasetemp() / "any.safetensors"
-    path.write_bytes(data)
-    # of a file that is one, that it lacks the tensor
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(path, torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(1))}))
-    assert str(caught.value).startswith(str(path))

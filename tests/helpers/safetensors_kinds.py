@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit.checkpoint.byte_ranges import write_parts
+from shardkit.checkpoint.byte_ranges import header_parts, write_parts
 from shardkit.checkpoint.format import DTYPES, NewFile, Spec, plan_files
 from shardkit.checkpoint.save import check_savable, parts_to_write
 from shardkit.ranks import one_group, own_rank, sum_over_ranks
@@ -138,7 +138,9 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> list[NewFil
         directory, "model", {n: Spec(t.dtype, t.shape) for n, t in tensors.items()}
     )
     parts = list(parts_to_write(tensors, entries, dict.fromkeys(tensors, 0)))
-    written = write_parts(files, parts, create=own_rank() == 0)
+    if own_rank() == 0:
+        parts += header_parts(files)
+    written = write_parts(files, parts)
     assert sum_over_ranks([count for count, _ in written.values()], groups) == [
         file.size for file in files
     ]
