@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing
-from shardkit.ranks import accelerator, collective_device
+from shardkit.ranks import accelerator, collective_device, from_first
 from shardkit.shards import Box, box_at, cut, device_of, local_part, local_value
 
 BUCKET = 1 << 26  # bytes of full tensors that travel together
@@ -513,17 +513,10 @@ def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.devic
 
 
 def share(value: Any, ranks: ModelGroup) -> Any:
-    """Return the root's value on all ranks; with ``EACH_ALONE`` each rank's own. Collective.
-
-    torch's ``broadcast_object_list`` would need numpy.
-    """
+    """Return the root's value on all ranks; with ``EACH_ALONE`` each rank's own. Collective."""
     group = ranks.connect()
     if group is None:
         return value
-    data = pickle.dumps(value) if ranks.is_root else b""
-    size = torch.tensor(len(data), device=collective_device(group))
-    dist.broadcast(size, ranks.root, group=group)
-    padded = bytearray(data or int(size))
-    content = torch.frombuffer(padded, dtype=torch.uint8).to(size.device)
-    dist.broadcast(content, ranks.root, group=group)
-    return pickle.loads(bytes(content.tolist()))
+    packed = pickle.dumps(value).hex() if ranks.is_root else ""
+    root = dist.get_group_rank(group, ranks.root)
+    return pickle.loads(bytes.fromhex(from_first(packed, [group], root)))

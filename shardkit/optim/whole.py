@@ -129,12 +129,12 @@ class _Matrix:
         """
         if self.index is None:
             return _holders(stored)
-        holders = []
+        with_index = []
         for rank, box in _holders(stored):
             start, length = box[0]
             if start <= self.index < start + length:
-                holders.append((rank, box[1:]))
-        return holders
+                with_index.append((rank, box[1:]))
+        return with_index
 
     def part_of(self, stored: Tensor) -> Tensor:
         """Return the part of this matrix that this rank holds of a stored tensor, as a view."""

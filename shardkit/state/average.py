@@ -125,8 +125,8 @@ class ShardedAverage(nn.Module):
         """
         if self.is_swapped:
             raise ShardkitError(
-                f"{call} was called inside of swapped(), where the model has the averaged values and "
-                "the average the model's. Call it after the context."
+                f"{call} was called inside of swapped(), where the model has the averaged values "
+                "and the average has the model's. Call it after the context."
             )
         own, model_tensors = model_state(self.module).tensors, model_state(model).tensors
         differing, thawed = [], []
