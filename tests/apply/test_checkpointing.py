@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from matrix import Block
+from step_settings import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-import matrix
 import pytest
+import step_settings
 import torch
 from meshes import mesh_of
 from plain_and_sharded import assert_trains_like_plain
@@ -67,22 +67,22 @@ def test_settings_on_4_ranks(setting, name):
 
 @distributed(world_size=4, backend="gloo", timeout=600)
 def test_settings_that_meet_as_the_docs_say():
-    cells = matrix.pairs()
-    assert matrix.seen(cells) == {cell: matrix.on_page()[cell] for cell in cells}
+    cells = step_settings.pairs()
+    assert step_settings.seen(cells) == {cell: step_settings.on_page()[cell] for cell in cells}
 
 
 @distributed(world_size=4, backend="gloo", timeout=600)
 def test_float8_weights_are_gathered_in_float8():
     pytest.importorskip("torchao")
     # not compiled, which takes long
-    cells = [cell for cell in matrix.pairs() if cell[1] == "False"]
-    assert matrix.seen(cells, "float8") == dict.fromkeys(cells, "exact")
+    cells = [cell for cell in step_settings.pairs() if cell[1] == "False"]
+    assert step_settings.seen(cells, "float8") == dict.fromkeys(cells, "exact")
     sent = []
-    for build in (matrix.Net, matrix.float8_net):
+    for build in (step_settings.Net, step_settings.float8_net):
         torch.manual_seed(0)
         model = shard_model(build(), mesh=mesh_of((4,)))
         with SentBytes() as counts:
-            model(**matrix.NET.batch(0)).sum().backward()
+            model(**step_settings.NET.batch(0)).sum().backward()
         sent.append(counts.bytes[GATHER])
     weights = sum(
         param.numel() for name, param in model.layers.named_parameters() if param.ndim == 2

@@ -1,16 +1,14 @@
 """Every combination of what changes a step: checkpointing, compile, precision, offload, HSDP,
 accumulation.
 
-``python tests/helpers/matrix.py --write`` trains NET in all of them on 4 ranks, 3 minutes, and
-writes the table into docs/the-plan.md. ``[--pairs] name ...`` takes "float8" or models of the zoo.
-CI takes ``pairs()``, where any two meet.
+``benchmarks/sweeps/step_settings_table.py`` trains NET in all of them, and writes the table into
+docs/the-plan.md. CI takes ``pairs()``, where any two meet.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,10 +21,10 @@ from torch._dynamo.utils import counters
 from zoo_entry import Entry, floats
 
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardkitError
-from shardkit.testing import RankPool
 
 PAGE = Path(__file__).parents[2] / "docs" / "the-plan.md"
-BEGIN, END = "<!-- written by python tests/helpers/matrix.py --write -->\n\n", "\n<!-- end -->"
+BEGIN = "<!-- written by benchmarks/sweeps/step_settings_table.py --write -->\n\n"
+END = "\n<!-- end -->"
 CHECKPOINTING = {"False": False, "True": True, '"selective"': "selective"}
 COMPILE = {"False": False, "True": True}
 PRECISION = {"float32": {}, "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}}
@@ -100,16 +98,13 @@ def pairs() -> list[Cell]:
     """A few cells in which every two settings meet; in this order few are compiled, which takes
     long.
     """
+    pairs_of = {cell: {*itertools.combinations(enumerate(cell), 2)} for cell in CELLS}
+    missing = set().union(*pairs_of.values())
     chosen: list[Cell] = []
     order = sorted(CELLS, key=lambda cell: cell[::-1])
-    missing = {pair for cell in CELLS for pair in itertools.combinations(enumerate(cell), 2)}
     while missing:
-        chosen.append(
-            max(
-                order, key=lambda cell: len(missing & {*itertools.combinations(enumerate(cell), 2)})
-            )
-        )
-        missing -= {*itertools.combinations(enumerate(chosen[-1]), 2)}
+        chosen.append(max(order, key=lambda cell: len(missing & pairs_of[cell])))
+        missing -= pairs_of[chosen[-1]]
     return chosen
 
 
@@ -139,55 +134,12 @@ def _seen(cell: Cell, entry: str | Entry) -> str:
     return "exact" if bool(counters["stats"]["unique_graphs"]) == compiles else "not compiled"
 
 
-def table(outcomes: dict[Cell, str]) -> str:
-    """A row for each checkpointing and compile; where offload and micro-batches make no difference,
-    one word.
-    """
-    heads = [
-        "`checkpoint_activations`",
-        "`compile`",
-        *map(", ".join, itertools.product(PRECISION, MESH)),
-    ]
-    lines, found = [heads, ["---"] * len(heads)], [outcomes[cell] for cell in CELLS]
-    for row in itertools.product(CHECKPOINTING, COMPILE):
-        line = [f"`{value}`" for value in row]
-        for _ in heads[2:]:
-            group, found = found[:TOGETHER], found[TOGETHER:]
-            line.append(group[0] if len({*group}) == 1 else " / ".join(group))
-        lines.append(line)
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def on_page() -> dict[Cell, str]:
     """What the table in the docs says of each cell."""
     lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
-    groups = [text.split(" / ") for line in lines[2:] for text in line.strip("| ").split(" | ")[2:]]
-    return dict(
-        zip(
-            CELLS,
-            [each for group in groups for each in group * (TOGETHER // len(group))],
-            strict=True,
-        )
-    )
-
-
-def main(names: list[str], write: bool, few: bool) -> None:
-    for name in names or ["NET"]:
-        with RankPool(4, timeout=3600) as pool:
-            outcomes = pool.run(seen, pairs() if few else CELLS, name)[0]
-        print(
-            name,
-            {each: list(outcomes.values()).count(each) for each in outcomes.values()},
-            flush=True,
-        )
-    if write and END in PAGE.read_text():
-        before, _, after = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table(outcomes) + END + after.partition(END)[2])
-
-
-if __name__ == "__main__":
-    main(
-        [each for each in sys.argv[1:] if each[0] != "-"],
-        "--write" in sys.argv,
-        "--pairs" in sys.argv,
-    )
+    outcomes = []
+    for line in lines[2:]:
+        for text in line.strip("| ").split(" | ")[2:]:
+            words = text.split(" / ")
+            outcomes += words * (TOGETHER // len(words))
+    return dict(zip(CELLS, outcomes, strict=True))
