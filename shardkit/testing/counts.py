@@ -127,9 +127,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def assert_same_on_all_ranks(
-    value: torch.Tensor | bytes, group: dist.ProcessGroup | None = None
-) -> None:
+def assert_same_on_all_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Fail on every rank unless all ranks of the group hold the same value, bit for bit.
     Collective.
 
@@ -137,29 +135,25 @@ def assert_same_on_all_ranks(
     rank needs memory for one copy of the value from every rank.
 
     Args:
-        value: a plain tensor on any device, or bytes, such as a JSON-dumped object.
+        value: a plain tensor on any device; of bytes, ``torch.tensor(list(data))``.
         group: the ranks to compare; None is all ranks.
 
     Raises:
         AssertionError: on every rank, naming the ranks that differ from the group's first.
-        ShardkitError: ``value`` is neither a plain tensor nor bytes.
+        ShardkitError: ``value`` is not a plain tensor.
 
     Examples:
         assert_same_on_all_ranks(torch.nn.utils.get_total_norm(gradients).full_tensor())
     """
-    if isinstance(value, DTensor) or not isinstance(value, (torch.Tensor, bytes)):
+    if isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
         raise ShardkitError(
-            f"value must be a plain tensor or bytes, got {type(value).__name__}. "
-            "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)."
+            f"value must be a plain tensor, got {type(value).__name__}. "
+            "Pass dtensor.full_tensor(), dtensor.to_local() or torch.tensor(...)."
         )
-    if isinstance(value, bytes):
-        tensor = torch.tensor(list(value), dtype=torch.uint8)
-    else:
-        tensor = value.detach().cpu()
-    kind = f"{type(value).__name__} of {tensor.dtype} and shape {tuple(tensor.shape)}"
-    as_bytes = tensor.flatten().clone().view(torch.uint8)  # float8 cannot be pickled
+    kind = f"tensor of {value.dtype} and shape {tuple(value.shape)}"
+    as_bytes = value.detach().cpu().flatten().clone().view(torch.uint8)  # float8 has no pickle
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (kind, tensor.dtype, as_bytes), group)
+    dist.all_gather_object(gathered, (kind, value.dtype, as_bytes), group)
     first_kind, dtype, expected = gathered[0]
     problems = []
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
