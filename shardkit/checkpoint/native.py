@@ -92,7 +92,7 @@ class NativeCheckpoint(Safetensors):
         start = sum(self._sizes[:number])
         read_parts([(self._row.key, (data, ((start, data.numel()),)))])
         differing: dict[str, bytes] = unpack(bytes(raw(data)))
-        if not differing.get("extra", "there is none"):  # given by the first rank, and not by it
+        if "extra" in differing and not differing["extra"]:  # this rank gave none
             differing["extra"] = self._of_rank(0)["extra"]
         return differing
 
