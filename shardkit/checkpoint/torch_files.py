@@ -114,9 +114,10 @@ class TorchFiles:
                 pieces = flat.pieces if isinstance(flat, _ShardedPieces) else [(flat, None)]
                 shards += [piece.detach() for piece, _ in pieces]
             is_listed = not by_name.keys().isdisjoint(names)
-            step, end = 16 // shards[0].element_size() if is_listed else 1, 0
+            alignment = 16 // shards[0].element_size() if is_listed else 1
+            end = 0
             for name in names:
-                start, shape = -(-end // step) * step, self._shapes[name]
+                start, shape = -(-end // alignment) * alignment, self._shapes[name]
                 end = start + shape.numel()
                 stored = Stored(shards[0].dtype, shape, f"{key}.{name}")
                 by_name[name] = stored
