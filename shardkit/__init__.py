@@ -30,8 +30,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return globals()[name]
-    is_public = name.isidentifier() and not name.startswith("_")
-    if is_public and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

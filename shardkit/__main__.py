@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     # all of them for --help
     named = [arguments[0]] if arguments and arguments[0] in COMMANDS else COMMANDS
-    about = (sys.modules["shardkit"].__doc__ or "").partition("\n")[0]
+    about = "Shard a whole model with PyTorch FSDP2, and read the plan before it runs."
     parser = argparse.ArgumentParser(prog="python -m shardkit", description=about)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in named:

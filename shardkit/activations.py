@@ -48,10 +48,10 @@ def checkpointed(
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        for each in (*args, *kwargs.values()):
-            if hasattr(each, "get_seq_length") and hasattr(each, "update"):
+        for argument in (*args, *kwargs.values()):
+            if hasattr(argument, "get_seq_length") and hasattr(argument, "update"):
                 raise ShardkitError(
-                    f"{fqn} is checkpointed, and was called with a {type(each).__name__}. The "
+                    f"{fqn} is checkpointed, and was called with a {type(argument).__name__}. The "
                     "recomputation in backward would append to the cache twice. Pass "
                     "use_cache=False to the model, or set model.config.use_cache = False."
                 )
@@ -75,8 +75,9 @@ def policy_of(name: str) -> Callable[..., CheckpointPolicy]:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saves = op.name() in _PRODUCTS and next(is_saved[context.is_recompute])
         if "attention" in op.name() or "attn" in op.name():  # torch's, and FlashAttention's own
-            names = (each.name for each in schema(op).arguments)
-            saves = not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
+            names = [argument.name for argument in schema(op).arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            saves = not given.get("dropout_p")
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
@@ -92,9 +93,9 @@ def _contexts(
     """Return the contexts of the first forward and of its recomputation, which a retained graph
     repeats.
     """
-    first, again = (
-        _selective_contexts(policy) if isinstance(policy, str) else (nullcontext(), nullcontext())
-    )
+    first, again = nullcontext(), nullcontext()
+    if isinstance(policy, str):
+        first, again = _selective_contexts(policy)
     recomputation = _Recomputation(module, again)
     return recomputation.first_forward(first), recomputation
 
@@ -109,14 +110,16 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self._inner = inner
-        self._starts = [
-            (each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers
-        ]
-        buffers = {each for _, start in self._starts for each in start.values() if each is not None}
-        self._values = {each: each.detach().clone() for each in buffers}
-        self._versions = {each: version_of(each) for each in buffers}
-        lists = [vars(each) for each in module.modules() if MADE_CALLS in vars(each)]
-        self._made = [(attributes, attributes[MADE_CALLS]) for attributes in lists]
+        # Where buffers and calls are, and what is there at the start of the forward.
+        self._starts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for submodule in module.modules():
+            attributes = vars(submodule)
+            if submodule._buffers:
+                self._starts.append((submodule._buffers, dict(submodule._buffers)))
+            if MADE_CALLS in attributes:
+                self._starts.append((attributes, {MADE_CALLS: attributes[MADE_CALLS]}))
+        self._values = {buffer: buffer.detach().clone() for buffer in module.buffers()}
+        self._versions = {buffer: version_of(buffer) for buffer in self._values}
 
     @contextmanager
     def first_forward(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
@@ -125,26 +128,20 @@ class _Recomputation(AbstractContextManager[None]):
         """
         with inner:
             yield
-        for each, version in self._versions.items():
-            if version_of(each) == version:
-                self._values[each] = each
+        for buffer, version in self._versions.items():
+            if version_of(buffer) == version:
+                self._values[buffer] = buffer
 
     def __enter__(self) -> None:
-        self._before = [(registry, dict(registry)) for registry, _ in self._starts]
-        self._before += [
-            (attributes, {MADE_CALLS: attributes[MADE_CALLS]}) for attributes, _ in self._made
-        ]
-        # will be written to
-        fresh = {each: value.detach().clone() for each, value in self._values.items()}
-        for registry, start in self._starts:
-            registry.update(
-                {name: each if each is None else fresh[each] for name, each in start.items()}
-            )
-        for attributes, made in self._made:
-            attributes[MADE_CALLS] = made
+        self._before = []
+        fresh = {buffer: value.detach().clone() for buffer, value in self._values.items()}
+        for place, start in self._starts:
+            self._before.append((place, {name: place[name] for name in start}))
+            for name, value in start.items():
+                place[name] = fresh[value] if isinstance(value, torch.Tensor) else value
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
-        for mapping, values in self._before:
-            mapping.update(values)
+        for place, values in self._before:
+            place.update(values)

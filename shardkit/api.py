@@ -56,8 +56,8 @@ def plan_model(
         mesh: one axis shards (FSDP), two replicate and shard (HSDP), ``(n, 1)`` only replicates; a
             MeshSpec, a DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in
             one axis.
-        reshard_after_forward: True frees each unit's gathered parameters after its forward and
-            gathers them again in backward, which saves memory; False keeps them, which saves an
+        reshard_after_forward: True frees each unit's unsharded parameters after its forward and
+            all-gathers them again in backward, which saves memory; False keeps them, which saves an
             all-gather; an int keeps them sharded over that many ranks, a divisor of the shard axis,
             such as those of one host; as in torch, 1 is False and all its ranks are True. None is
             True, but False for ``[norm, head]`` and the root, which backward needs at once.
@@ -81,13 +81,13 @@ def plan_model(
             what it saves.
         compile: ``torch.compile`` the forward of the blocks.
         prefetch: the number of units to all-gather ahead explicitly; 0 leaves it to torch, which
-            gathers one ahead.
-        forward_methods: methods besides ``forward`` that are called from outside and gather what
+            all-gathers one ahead.
+        forward_methods: methods besides ``forward`` that are called from outside and unshard what
             they need, such as ``"encode"``, or ``"vae.encode"`` where ``vae`` is a unit.
             ``generate`` is among them where there is one.
         example_batch: one rank's micro-batch, for a dry run: a mapping of keyword arguments, a
             tuple of positional arguments, or a single argument; only shapes and dtypes are read. A
-            forward on fake tensors finds parameters used while their unit is not gathered: the
+            forward on fake tensors finds parameters used while their unit is not unsharded: the
             default rule leaves such units out, with a note; in your own rules they are an error.
             Units that are not called get a note.
         memory_budget: bytes of each rank's GPU, as an int or a string such as ``"80GiB"``: the plan
@@ -133,7 +133,18 @@ def plan_model(
 
         plan = plan_checked(tree, build, example_batch, by_default=units is None)
     if memory_budget is not None:
-        plan = _within(memory_budget, model, plan, example_batch)
+        if example_batch is None:
+            raise PlanError(
+                "memory_budget needs example_batch: activations depend on the batch. Pass one "
+                "rank's micro-batch."
+            )
+        from shardkit.memory import plan_for_budget
+
+        choice = plan_for_budget(model, memory_budget, plan=plan, batch=example_batch)
+        plan = choice.plan
+        plan.check()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.info("%s", choice)
     return plan
 
 
@@ -174,43 +185,11 @@ def shard_model(
         PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on
             any of them.
     """
-
-    def plan() -> ShardingPlan:
-        return plan_model(
-            model,
-            units=units,
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            ignored_params=ignored_params,
-            replicate=replicate,
-            tiles=tiles,
-            checkpoint_activations=checkpoint_activations,
-            compile=compile,
-            prefetch=prefetch,
-            forward_methods=forward_methods,
-            example_batch=example_batch,
-            memory_budget=memory_budget,
-        )
-
-    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    return plan_and_apply(model, plan, device_mesh, sync_module_states)
-
-
-def _within(
-    budget: int | str, model: nn.Module, plan: ShardingPlan, example_batch: Any
-) -> ShardingPlan:
-    """Return the plan that fits the budget; rank 0 logs how it was chosen."""
-    if example_batch is None:
-        raise PlanError(
-            "memory_budget needs example_batch: activations depend on the batch. Pass one rank's "
-            "micro-batch."
-        )
-    from shardkit.memory import plan_for_budget
-
-    choice = plan_for_budget(model, budget, plan=plan, batch=example_batch)
-    choice.plan.check()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info("%s", choice)
-    return choice.plan
+    arguments = dict(locals())  # but for these two those of plan_model
+    del arguments["model"], arguments["sync_module_states"]
+    return plan_and_apply(
+        model,
+        lambda: plan_model(model, **arguments),
+        mesh if isinstance(mesh, DeviceMesh) else None,
+        sync_module_states,
+    )

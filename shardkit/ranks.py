@@ -25,7 +25,6 @@ from shardkit.errors import ShardkitError, listing
 logger = logging.getLogger("shardkit")
 
 PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
-MOST_DIFFERENCES = 5  # that a message shows
 
 _warned: set[str] = set()  # texts that this process has logged by warn_once
 listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
@@ -111,7 +110,7 @@ def one_group(group: dist.ProcessGroup | None = None) -> tuple[Groups, list[int]
         raise ShardkitError(
             f"group does not have rank {dist.get_rank()}. Pass each rank a group that it is in."
         )
-    ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
+    ranks = sorted(dist.get_process_group_ranks(group))
     return [group] if len(ranks) > 1 else [], ranks
 
 
@@ -283,14 +282,14 @@ def check_equal(
             return
         first, others = from_first([own_rank(), own], groups)
         differences = []
-        for name in {**others, **own}:
+        for name in {**own, **others}:
             here, there = own.get(name, "nothing"), others.get(name, "nothing")
             if here != there:
                 differences.append(f"{name} ({here:.200} instead of {there:.200})")
-        by_rank = gather_by_rank(differences[: MOST_DIFFERENCES + 1], groups)
+        by_rank = gather_by_rank(differences[:6], groups)
     ranks = [str(rank) for rank, differences in by_rank.items() if differences]
     who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listing(ranks)} differ"
     raise error(
-        f"{who} from rank {first} in {listing(by_rank[int(ranks[0])], MOST_DIFFERENCES)}. All ranks "
+        f"{who} from rank {first} in {listing(by_rank[int(ranks[0])], 5)}. All ranks "
         f"must make the same call with the same arguments. {fix}."
     )

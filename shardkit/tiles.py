@@ -2,7 +2,7 @@
 at a time.
 
 Each tile is checkpointed: backward computes it again. All tiles are in one call of a module, so
-FSDP2 gathers it once.
+FSDP2 unshards it once.
 """
 
 from __future__ import annotations
@@ -46,55 +46,46 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
     tokens than two a tile until then, on two tokens.
     """
     forward: Callable[..., Tensor] = module.forward
-    is_cut: dict[Any, bool] = {}  # by argument
+    is_cut: dict[Any, bool] = {}  # by argument, as at the first call
     checked: set[tuple[Any, ...]] = set()
 
     @functools.wraps(forward)
     def in_tiles(*args: Any, **kwargs: Any) -> Tensor:
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        tensors = {key: each for key, each in given.items() if isinstance(each, Tensor)}
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
         first = next(iter(tensors.values()), None)
         if first is None or first.ndim < 2:
-            got = "no tensor" if first is None else f"a tensor of shape {tuple(first.shape)} first"
             raise ShardkitError(
-                f"{fqn} was called with {got}. A module with tiles= is called with a tensor of "
-                "shape (..., tokens, features) first. Leave the module out of tiles=."
+                f"{fqn} was called without a tensor of shape (..., tokens, features) first, which "
+                "a module with tiles= needs. Leave the module out of tiles=."
             )
-        dim = first.ndim - 2
-        tokens = first.shape[dim]
+        tokens, dim = first.shape[-2], first.ndim - 2
         if tokens < 2:
             return forward(*args, **kwargs)
         cut = []
-        for key, each in tensors.items():
-            has_tokens = each.ndim <= first.ndim and each.shape[: dim + 1] == first.shape[: dim + 1]
+        for key, tensor in tensors.items():
+            has_tokens = tensor.ndim <= first.ndim and tensor.shape[: dim + 1] == first.shape[:-1]
             if is_cut.setdefault(key, has_tokens) and has_tokens:
                 cut.append(key)
 
-        def part(start: int, length: int) -> list[Any]:
-            values = dict(given)
+        def run(start: int, length: int) -> Tensor:
+            values = dict(arguments)
             for key in cut:
-                values[key] = given[key].narrow(dim, start, length)
-            return list(values.values())
-
-        positional, names = len(args), list(kwargs)
-
-        def run(*values: Any) -> Tensor:
-            # Contiguous here, in the checkpoint, which then keeps no copy of a tile.
-            ready = [each.contiguous() if isinstance(each, Tensor) else each for each in values]
-            named = dict(zip(names, ready[positional:], strict=True))
-            return forward(*ready[:positional], **named)
+                # Contiguous here, in the checkpoint, which then keeps no copy of a tile.
+                values[key] = arguments[key].narrow(dim, start, length).contiguous()
+            positional = [values.pop(index) for index in range(len(args))]
+            return forward(*positional, **values)
 
         size = -(-tokens // tiles)
         call = (module.training, tuple(tensors), tuple(cut))
         if call not in checked:
             half = max(1, size // 2)
-            both = first.narrow(dim, 0, 2 * half)
-            if _is_right(module, fqn, run, both, part(0, 2 * half), part(half, half)) and size > 1:
+            if _is_right(module, fqn, run, first, half) and size > 1:
                 checked.add(call)
         outputs = []
         for start in range(0, tokens, size):
-            values = part(start, min(size, tokens - start))
-            outputs.append(checkpoint(run, *values, use_reentrant=False))
+            length = min(size, tokens - start)
+            outputs.append(checkpoint(run, start, length, use_reentrant=False))
         return torch.cat(outputs, -2)
 
     return in_tiles
@@ -103,41 +94,37 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
 @not_compiled
 @torch.no_grad()
 def _is_right(
-    module: nn.Module,
-    fqn: str,
-    run: Callable[..., Any],
-    tokens: Tensor,
-    both: list[Any],
-    second: list[Any],
+    module: nn.Module, fqn: str, run: Callable[[int, int], Any], first: Tensor, half: int
 ) -> bool:
-    """Return whether the second half of ``tokens`` is computed alike alone; False if the values
-    cannot tell. ShardkitError if it is not.
+    """Return whether ``half`` tokens are computed alike alone and after as many others; False if
+    the values cannot tell. ShardkitError if they are not.
     """
-    if isinstance(tokens, FakeTensor) or tokens.is_meta or not tokens.numel():
+    if isinstance(first, FakeTensor) or first.is_meta or not first.numel():
         return False
     buffers = {buffer: version_of(buffer) for buffer in module.buffers()}
-    dropouts = [each for each in module.modules() if isinstance(each, _DROPOUT) and each.training]
-    for each in dropouts:  # they work on each token alone, and random numbers cannot be compared
-        each.training = False
+    dropouts = []
+    for submodule in module.modules():
+        if isinstance(submodule, _DROPOUT) and submodule.training:
+            dropouts.append(submodule)
+    for dropout in dropouts:  # works on each token alone, and random numbers cannot be compared
+        dropout.training = False
     try:
         # A selective checkpoint around would take these operations for the forward's.
         with no_dispatch_modes():
-            whole, alone = run(*both), run(*second)
+            whole, alone = run(0, 2 * half), run(half, half)
     finally:
-        for each in dropouts:
-            each.training = True
-    shape = tokens.shape[:-1]
+        for dropout in dropouts:
+            dropout.training = True
+    shape = (*first.shape[:-2], 2 * half)
     rule = (
         "A module with tiles= must compute each token alone, since each call gets one tile of "
         "tokens. Leave the module out of tiles=."
     )
     if not isinstance(whole, Tensor) or whole.shape[:-1] != shape:
         returned = tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
-        raise ShardkitError(f"{fqn} returns {returned} for {tuple(shape)} tokens. {rule}")
-
+        raise ShardkitError(f"{fqn} returns {returned} for {shape} tokens. {rule}")
     if {buffer: version_of(buffer) for buffer in module.buffers()} != buffers:
         raise ShardkitError(f"{fqn} changes its buffers, which would follow the tiles. {rule}")
-
     # Kernels round differently for another number of tokens.
     dtypes = [whole.dtype]
     dtypes += [param.dtype for param in module.parameters() if param.is_floating_point()]
@@ -145,7 +132,7 @@ def _is_right(
         dtypes.append(torch.get_autocast_dtype(whole.device.type))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize > 1)
     largest = float(whole.abs().max())
-    expected = whole.narrow(-2, shape[-1] // 2, shape[-1] // 2)
+    expected = whole.narrow(-2, half, half)
     difference = float((expected - alone).abs().max())
     if difference > eps**0.5 * largest:
         raise ShardkitError(

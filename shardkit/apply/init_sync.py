@@ -119,10 +119,8 @@ def _difference(samples: dict[str, list[list[int]] | None], groups: Groups) -> P
     fqn = differing[0]
     by_rank = gather_by_rank(samples[fqn], groups)
     first = next(rank for rank, sample in by_rank.items() if sample is not None)
-    others = []
-    for rank, sample in by_rank.items():
-        if sample not in (None, by_rank[first]):
-            others.append(str(rank))
+    alike = (None, by_rank[first])
+    others = [str(rank) for rank, sample in by_rank.items() if sample not in alike]
     return PlanError(
         f"{fqn} has different values on rank {listing(others, 8)} than on rank {first}; "
         f"{len(differing)} of {len(samples)} parameters and buffers differ. Each rank shards its "
@@ -143,7 +141,7 @@ def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) 
         for state in states:
             for part in _dense_parts(state):
                 for group in _groups_of_copies(state, groups):
-                    if dist.get_world_size(group) > 1 and not part.is_meta:
+                    if not part.is_meta:
                         _broadcast(part, group, device)
 
 

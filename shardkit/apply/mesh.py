@@ -1,4 +1,4 @@
-"""MeshSpec and DeviceMesh: the only module that builds meshes, or a process group if there is none."""
+"""Meshes and the process group: the only module that makes them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ensure_process_group() -> None:
             "1). To use another group, call init_process_group before this, or "
             "destroy_process_group() first"
         )
-    assert dist.group.WORLD is not None, "just made"
+    assert dist.group.WORLD is not None
     atexit.register(_destroy, weakref.ref(dist.group.WORLD))
 
 

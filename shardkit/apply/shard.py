@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from shardkit._fsdp import fsdp_units
-from shardkit._torch import real_tensors, with_timeout_of_world
+from shardkit._torch import real_tensors
 from shardkit.apply.init_sync import (
     broadcast_from_first,
     check_can_broadcast,
@@ -196,10 +195,6 @@ def shard_units(
             _let_ranks_skip(model, plan, groups)
         if plan.prefetch:
             _prefetch(model, plan)
-    for unit in fsdp_units(model):
-        if unit.post_forward_mesh_info not in (None, unit.mesh_info):
-            # made by fully_shard for an int
-            with_timeout_of_world(unit.post_forward_mesh_info.mesh)
 
 
 def _replace_forwards(model: nn.Module, plan: ShardingPlan) -> None:
@@ -261,7 +256,7 @@ def _checkpoint_and_compile(module: nn.Module, fqn: str, unit: ShardUnit) -> Non
     """Checkpoint, then compile the forward of a module, as its unit asks for. In place.
 
     ``forward`` is replaced, so that FQNs stay and the hooks of ``fully_shard`` stay outside: a
-    recomputed forward does not gather again, and compiled code has no graph breaks.
+    recomputed forward does not unshard again, and compiled code has no graph breaks.
     """
     # torch's compiler takes checkpointing into its graph, and then advances buffers twice (2.13): a
     # module with buffers is compiled first.
@@ -296,13 +291,12 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
 
 def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
     """Tell each unit but the root which ones to all-gather ahead of it."""
-    modules: list[FSDPModule] = []
+    modules: list[Any] = []
     for unit in plan.execution_order():
-        module = model.get_submodule(unit.modules[0])
-        if unit.modules != ("",) and isinstance(module, FSDPModule):
-            modules.append(module)
-    for index, sharded in enumerate(modules):
+        if unit.modules != ("",):
+            modules.append(model.get_submodule(unit.modules[0]))
+    for index, module in enumerate(modules):
         ahead = modules[index + 1 : index + 1 + plan.prefetch]
         behind = modules[max(0, index - plan.prefetch) : index]
-        sharded.set_modules_to_forward_prefetch(ahead)
-        sharded.set_modules_to_backward_prefetch(behind[::-1])
+        module.set_modules_to_forward_prefetch(ahead)
+        module.set_modules_to_backward_prefetch(behind[::-1])

@@ -1,4 +1,4 @@
-"""Whether a plan, a model and a mesh fit each other: what is refused before the model is changed."""
+"""Whether a plan, a model and a mesh fit each other, before the model is changed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_unsharded(
 ) -> None:
     """Raise PlanError if the model has no parameters, or is sharded already; local.
 
-    Parameters may be DTensors on other axes than those of ``mesh``.
+    With a ``mesh`` parameters may be DTensors on other axes of the mesh that it is a part of.
     """
     problems = []
     if not tree.params:
@@ -59,13 +59,10 @@ def check_unsharded(
             "share it between models, shard their other parts by themselves. For another plan, "
             "build it again."
         )
-    # DTensors over later axes of the mesh may be experts, which is known once there is a plan.
-    first_axis = set((mesh.mesh_dim_names or ())[:1]) if mesh is not None else set()
     split = []
-    for fqn, param in tree.params.items():
-        if fqn in tree.unsplit and isinstance(param, DTensor) and first_axis <= _axes(param):
-            if not fqn.startswith(inside_allowed):
-                split.append(fqn)
+    for fqn, param in tree.params.items() if mesh is None else ():
+        if isinstance(param, DTensor) and not fqn.startswith(inside_allowed):
+            split.append(fqn)
     if split:
         problems.append(
             f"{listing(split, 6)} is a DTensor already. Parameters may be DTensors only on other "
@@ -105,9 +102,8 @@ def _wrong_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         return
     for unit, params in zip(plan.units, owned, strict=True):
         if set(params) != set(unit.params):
-            would_own = listing(params, 6) or "nothing"
             yield (
-                f"{unit.name} would own {would_own}, not {listing(unit.params, 6) or 'nothing'}. "
+                f"{unit.name} would own [{listing(params, 6)}], not [{listing(unit.params, 6)}]. "
                 "Each parameter belongs to the innermost unit around it. Make the plan with "
                 "plan_model."
             )

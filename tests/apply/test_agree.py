@@ -127,24 +127,12 @@ def test_a_tensor_that_cannot_be_split_is_named() -> None:
         shard_model(whole(), ignored_params=["layers.1.up.weight", "layers.2.up.weight"])
 
 
-@distributed(world_size=2)
-def test_a_failure_of_one_rank_is_one_of_all() -> None:
-    fails = (
-        {"side_effect": RuntimeError("out of memory")}
-        if dist.get_rank() == 1
-        else {"wraps": apply.fully_shard}
-    )
-    with (
-        mock.patch.object(apply, "fully_shard", **fails),
-        pytest.raises(PlanError, match="out of memory"),
-    ):
-        shard_model(Decoder(), units=Block)
-    shard_model(Decoder(), units=Block)
-
-
+@pytest.mark.parametrize("reshard", [None, 2])
 @distributed(world_size=4, timeout=60)
-def test_a_failure_where_each_unit_makes_process_groups_is_one_of_all() -> None:
-    """fully_shard makes them for an int, and the next unit's would wait for a rank that failed."""
+def test_a_failure_of_one_rank_is_one_of_all(reshard: int | None) -> None:
+    """For an int fully_shard makes process groups, and the next unit's would wait for a rank that
+    failed.
+    """
     fully_shard = apply.fully_shard
 
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -156,8 +144,8 @@ def test_a_failure_where_each_unit_makes_process_groups_is_one_of_all() -> None:
         mock.patch.object(apply, "fully_shard", fails),
         pytest.raises(PlanError, match="out of memory"),
     ):
-        shard_model(Decoder(), units=Block, reshard_after_forward=2)
-    shard_model(Decoder(), units=Block, reshard_after_forward=2)
+        shard_model(Decoder(), units=Block, reshard_after_forward=reshard)
+    shard_model(Decoder(), units=Block, reshard_after_forward=reshard)
 
 
 # Values.

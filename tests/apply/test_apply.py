@@ -149,15 +149,12 @@ def test_groups_that_are_made_have_the_timeout_of_the_process_group() -> None:
     set_timeout(timedelta(seconds=77), dist.group.WORLD)
     try:
         by_node = fsdp_units(shard_model(nn.Linear(4, 4), mesh=MeshSpec.hybrid(2, 2)))[0]
-        resharded = fsdp_units(
-            shard_model(nn.Sequential(nn.Linear(4, 4)), units=nn.Linear, reshard_after_forward=2)
-        )[-1]
         split = training_mesh(sp=2).get_group("sp")
     finally:
         set_timeout(before, dist.group.WORLD)
     groups = [by_node.mesh_info.shard_process_group, by_node.mesh_info.replicate_process_group]
-    groups += [resharded.post_forward_mesh_info.shard_process_group, split]
-    assert [group.size() for group in groups] == [2] * 4
+    groups += [split]
+    assert [group.size() for group in groups] == [2] * 3
     assert {timeout_of(group) for group in groups} == {timedelta(seconds=77)}
     # torch's own
     assert timeout_of(init_device_mesh("cpu", (2, 2)).get_group(0)) == timedelta(minutes=30)

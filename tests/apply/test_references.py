@@ -1,5 +1,5 @@
-"""Parameters held outside of nn.Module's registry follow their module's; what cannot is refused
-before sharding.
+"""Parameters held outside of nn.Module's registry are refused; attributes and hooks of parameters
+survive sharding, or are refused.
 """
 
 from __future__ import annotations
@@ -7,11 +7,10 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from refusals import refused
 from small_models import Decoder, sharded, step
 from torch import Tensor, nn
@@ -38,56 +37,20 @@ def closure(weight: Tensor) -> Callable[[], Tensor]:
     return lambda: weight
 
 
-# How a module may hold a parameter: what it holds, and how it reads the parameter from that.
-FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
-    "list": (lambda w: [w], lambda held: held[0]),
-    "closure": (closure, lambda held: held()),
-    "dict": (lambda w: collections.OrderedDict(a=w), lambda held: held["a"]),
-    "tuple": (lambda w: (w, w), lambda held: held[1]),
-    "named tuple": (lambda w: Pair(w, 1), lambda held: held.first),
+FORMS: dict[str, Callable[[Tensor], object]] = {
+    "list": lambda weight: [weight],
+    "closure": closure,
+    "dict": lambda weight: collections.OrderedDict(a=weight),
+    "tuple": lambda weight: (weight, weight),
+    "named tuple": lambda weight: Pair(weight, 1),
 }
-
-
-class Holding(nn.Module):
-    """A block that uses one of its parameters only through another place."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        make, self.read = FORMS[form]
-        self.held, self.irreps = make(self.a.weight), Irreps([2, 1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(F.relu(F.linear(x, self.read(self.held), self.a.bias)))
-
-
-def holding(form: str) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(5, 6), nn.ModuleList([Holding(form), Holding(form)])[0], Holding(form)
-    )
-
-
-def losses(model: nn.Module) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.arange(20.0).view(4, 5).sin()
-    found = []
-    for _ in range(3):
-        found.append(model(x).square().mean())
-        found[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [loss.detach() for loss in found]
-
-
-def built(form: str) -> nn.Module:
-    torch.manual_seed(0)
-    return holding(form)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_held_parameter_is_refused(form: str) -> None:
-    model = built(form)
-    with fake_world(2), refused(model, "shares the memory of the parameter 1.a.weight", "clone it"):
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6))
+    model.held, model.irreps = FORMS[form](model[1].weight), Irreps([2, 1])
+    with fake_world(2), refused(model, "shares the memory of the parameter 1.weight", "clone it"):
         shard_model(model)
 
 
@@ -105,17 +68,16 @@ def test_what_is_larger_or_deeper_is_not_searched() -> None:
 
 
 @pytest.mark.parametrize("place", ["flat[0]", "copy"])
-def test_what_cannot_follow_is_refused(place: str) -> None:
-    model = built("list")
+def test_a_held_view_of_a_parameter_is_refused(place: str) -> None:
+    model = nn.Linear(5, 6)
     if place == "copy":
-        model[1].register_buffer("copy", model[1].a.weight.detach())
+        model.register_buffer("copy", model.weight.detach())
     else:
-        model[1].flat = [model[1].a.weight.view(-1)]
+        model.flat = [model.weight.view(-1)]
     with fake_world(2):
-        with refused(model, f"1.{place} shares the memory of the parameter 1.a.weight", "clone it"):
+        with refused(model, f"{place} shares the memory of the parameter weight", "clone it"):
             shard_model(model)
-        del model[1].held, model[2].held
-        shard_model(model, ignored_params=["1.a.weight"])
+        shard_model(model, ignored_params=["weight"])
 
 
 def test_what_forward_computes_is_not_taken_for_a_view() -> None:

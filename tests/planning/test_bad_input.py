@@ -199,7 +199,7 @@ def test_parameters_that_are_dtensors_already() -> None:
         )
         with refused(model, "head.weight is a DTensor already", 'mesh=world_mesh["dp"]'):
             shard_model(model)
-        with refused(model, "head.weight is a DTensor already"):
+        with refused(model, "head.weight is a DTensor over dp already"):
             shard_model(model, mesh=mesh)
 
 
@@ -240,7 +240,7 @@ def test_plan_edited_by_hand() -> None:
             (plan.units[1:], ["(root) would own "]),
             (
                 (*plan.units[:-1], dataclasses.replace(last, params=("norm.bias",))),
-                ["(root) would own nothing, not "],
+                ["(root) would own [], not [norm.bias]"],
             ),
             ((ShardUnit(("elsewhere",), ()), *plan.units), ["the model has no module elsewhere"]),
             (
