@@ -241,8 +241,6 @@ class ShardUnit:
             ``modules``, where a rule asks for it.
         shard_dims: the parameters that are not sharded on dim 0, as pairs ``(fqn, dim)`` in the
             order of ``params``; a mapping is converted. The shard axis must divide their sizes.
-        dim_given: whether a rule gave ``shard_dim``; on another mesh such dims stay, and others are
-            chosen anew.
         mesh: the axis that this unit is sharded on, where not on all that shard: experts that the
             model has split over the axes after it. None is all.
         may_skip: ranks may call the module or not; those that do not take part in its collectives.
@@ -259,7 +257,6 @@ class ShardUnit:
     shard_dims: tuple[tuple[str, int], ...] = ()
     mesh: str | None = None
     may_skip: bool = False
-    dim_given: bool = False
 
     def __post_init__(self) -> None:
         if self.shard_dims:

@@ -335,15 +335,11 @@ def _unit(
         chosen["reshard_after_forward"] = selection.reshard
     chosen["checkpoint_activations"] = policy_name(chosen.get("checkpoint_activations"))
 
-    dim = chosen.pop("shard_dim", None)
-    dims = [(fqn, dim) for fqn in params if dim and len(tree.specs[fqn].shape) > dim]
     fqns = tuple(node.fqn for node in selection.modules)
     return ShardUnit(
         modules=fqns,
         params=tuple(params),
         blocks=fqns if is_block else (),
-        shard_dims=tuple(dims),
-        dim_given=dim is not None,
         **chosen,
     )
 

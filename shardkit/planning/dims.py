@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from shardkit.errors import listing
-from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit, is_world_size
+from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, is_world_size
 from shardkit.plan.types import nbytes
 
 _EFFECT = "the fullest rank holds"  # in each note of this file
@@ -20,46 +20,43 @@ SLACK = 0.01  # how much more than with the best dims the fullest rank may hold
 MANY, SLACK_OF_MANY = 1024, 0.5
 
 
-@dataclass
-class _Alike:
-    """Parameters of one shape and dtype that could leave dim 0."""
-
-    dims: dict[str, int] = field(default_factory=dict)  # the dim that each would be on, by FQN
-    saving: int = 0  # bytes on the fullest rank
-
-
 def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     """Return the plan in which the fullest rank holds at most ``SLACK`` more than it must; pure.
 
     FSDP2 gives whole rows of dim 0 to each rank: 8 experts on 64 ranks leave 56 without any. It
     shards other dims in equal parts only, and copies them once more in each collective. So the
     shapes that waste most are taken first, and no more than needed, each on the first dim that
-    divides, whose shards are the longest runs in memory. Notes say why. Parameters in ``keep``, and
-    those of units whose rule gave a dim, stay as they are.
+    divides, whose shards are the longest runs in memory. Notes say why. Parameters in ``keep``
+    stay as they are.
     """
-    found: dict[object, _Alike] = defaultdict(_Alike)
+    # What could be on another dim, by shape and dtype: the dims, and the bytes that this saves.
+    possible: dict[object, dict[str, int]] = defaultdict(dict)
+    saving: dict[object, int] = defaultdict(int)
     for unit in plan.units:
-        if unit.dim_given or is_world_size(unit.reshard_after_forward):  # torch: on dim 0 only
+        if is_world_size(unit.reshard_after_forward):  # torch reshards to fewer ranks on dim 0 only
             continue
         ranks = plan.mesh_of(unit).shard_size
         for spec in plan.split_specs(unit):
-            if not spec.shape or spec.shape[0] % ranks == 0:
+            if not spec.shape or spec.shape[0] % ranks == 0 or spec.fqn in keep:
                 continue
-            dim = _better_dim(spec, ranks)
-            if dim and spec.fqn not in keep:
-                alike = found[spec.shape, spec.dtype]
-                alike.dims[spec.fqn] = dim
-                alike.saving += spec.nbytes_of(spec.shard_numel(ranks)) - spec.nbytes // ranks
-    if not found:
+            dim = _first_that_divides(spec, ranks)
+            if dim is not None:
+                kind = (spec.shape, spec.dtype)
+                possible[kind][spec.fqn] = dim
+                saving[kind] += spec.nbytes_of(spec.shard_numel(ranks)) - spec.nbytes // ranks
+    if not possible:
         return plan
-    before = held = plan.held_bytes()
-    least = held - sum(alike.saving for alike in found.values())
+
+    on_dim_0 = plan.held_bytes()
+    held = on_dim_0
+    least = held - sum(saving.values())
     slack = SLACK if plan.mesh.shard_size <= MANY else SLACK_OF_MANY
     dims: dict[str, int] = {}
-    for alike in sorted(found.values(), key=lambda alike: -alike.saving):
+    for kind in sorted(possible, key=lambda kind: -saving[kind]):
         if held > (1 + slack) * least:
-            dims.update(alike.dims)
-            held -= alike.saving
+            dims.update(possible[kind])
+            held -= saving[kind]
+
     units = []
     for unit in plan.units:
         moved = tuple((fqn, dims[fqn]) for fqn in unit.params if fqn in dims)
@@ -71,48 +68,30 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
         notes.append(
             f"{listing(names, 2)}: sharded on dim {dim}, because the {listing(map(str, rows), 3)} "
             f"rows of dim 0 do not spread over {plan.mesh.shard_size} ranks; {_EFFECT} "
-            f"{nbytes(held)}, not {nbytes(before)}"
+            f"{nbytes(held)}, not {nbytes(on_dim_0)}"
         )
     return replace(plan, units=tuple(units), notes=tuple(notes))
 
 
-def _better_dim(spec: ParamSpec, ranks: int) -> int:
-    """Return the first dim that the ranks divide; 0 without one."""
+def _first_that_divides(spec: ParamSpec, ranks: int) -> int | None:
     for dim, size in enumerate(spec.shape):
         if size % ranks == 0:
             return dim
-    return 0
+    return None
 
 
 def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
     """Return the plan on another mesh, with the dims chosen for that mesh; pure.
 
-    Dims that a rule gave stay; a note names those that the other mesh does not divide, which go
-    back to dim 0. On its own mesh the plan is unchanged. Raises PlanError where a unit is sharded
-    on an axis that is not one of the first two of ``mesh``.
+    On its own mesh the plan is unchanged. Raises PlanError where a unit is sharded on an axis that
+    is not one of the first two of ``mesh``.
     """
     for unit in plan.units:
         if unit.mesh is not None:
             mesh = mesh.sharded_from(unit.mesh)
     if mesh == plan.mesh:
         return plan
-    notes = [note for note in plan.notes if _EFFECT not in note]
-    moved = replace(plan, mesh=mesh)
-    units: list[ShardUnit] = []
-    for unit in moved.units:
-        ranks = moved.mesh_of(unit).shard_size
-        shapes = {spec.fqn: spec.shape for spec in moved.split_specs(unit)}
-        kept, undone = [], []
-        for fqn, dim in unit.shard_dims if unit.dim_given else ():
-            if shapes[fqn][dim] % ranks:
-                undone.append(fqn)
-            else:
-                kept.append((fqn, dim))
-        units.append(replace(unit, shard_dims=tuple(kept)))
-        if undone:
-            notes.append(
-                f"{listing(undone, 2)}: on dim 0, because {mesh} does not divide the dim that a "
-                "rule gave"
-            )
+    units = tuple(replace(unit, shard_dims=()) for unit in plan.units)
+    notes = tuple(note for note in plan.notes if _EFFECT not in note)
     keep = {spec.fqn for spec in plan.params if spec.tensor_parallel}
-    return balanced(replace(moved, units=tuple(units), notes=tuple(notes)), keep)
+    return balanced(replace(plan, mesh=mesh, units=units, notes=notes), keep)

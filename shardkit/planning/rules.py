@@ -125,7 +125,6 @@ def select(tree: ModelTree, rules: Rule | Sequence[Rule]) -> list[Selection]:
             taken.update(dict.fromkeys(selection.modules, rule.text))
             check_settings(rule.text, selection.overrides)
             _check_callable(rule, selection)
-            _check_dim(tree, rule, selection)
         units += selections
     return units
 
@@ -206,21 +205,6 @@ def _check_callable(rule: UnitRule, selection: Selection) -> None:
                 "matches it. A unit is gathered when its module is called, and a module without "
                 f'forward is never called. Select its children instead: by_name("{node.fqn}.*").'
             )
-
-
-def _check_dim(tree: ModelTree, rule: UnitRule, selection: Selection) -> None:
-    """Raise if no parameter of a unit has the dim of its rule; some, such as biases, need not."""
-    dim = selection.overrides.get("shard_dim") or 0
-    most = 0
-    for node in selection.modules:
-        for below in tree.subtree(node):
-            most = max([most, *(len(tree.specs[fqn].shape) for fqn in below.params)])
-    if dim >= max(1, most):
-        names = listing(node.name for node in selection.modules)
-        raise PlanError(
-            f"{rule.text} has shard_dim={dim}, but no parameter of {names} has more than {most} "
-            "dims. Dims count from 0."
-        )
 
 
 def _as_rules(rules: Rule | Sequence[Rule]) -> list[UnitRule]:

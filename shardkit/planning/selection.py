@@ -23,7 +23,6 @@ class Overrides(TypedDict, total=False):
     offload_policy: OffloadPolicy
     checkpoint_activations: bool | str | Callable[..., Any]
     compile: bool
-    shard_dim: int  # of parameters that have this dim; others, such as biases, stay on dim 0
     mesh: str
     may_skip: bool
 

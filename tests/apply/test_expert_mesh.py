@@ -10,6 +10,7 @@ import torch.distributed as dist
 from expert_net import EXPERTS, RULES, ExpertNet, batch, expert_plan, train_both
 from layouts import full
 from meshes import mesh_of
+from small_moe import on_dims
 from torch import nn
 
 from shardkit import (
@@ -93,12 +94,10 @@ def test_training_is_that_of_one_process(shape, reduction, dim):
     """
     mesh = mesh_of(shape, *AXES[-len(shape) :])
     model = ExpertNet().split(mesh["ep"])
-    rules = (
-        RULES
-        if dim is None
-        else [by_name("layers.*.experts", mesh="efsdp", shard_dim=dim), RULES[1]]
-    )
-    plan = plan_model(model, mesh=mesh, units=rules)
+    plan = expert_plan(model, mesh)
+    if dim is not None:
+        experts = [fqn for fqn in plan.specs if ".experts." in fqn]
+        plan = on_dims(plan, dict.fromkeys(experts, dim))
     apply_plan(model, plan, mesh)
     set_gradient_reduction(model, reduction)
     with comm_counts() as counts:

@@ -2,6 +2,8 @@
 transformers 5.
 """
 
+from dataclasses import replace
+
 import torch
 from small_models import Block, Decoder
 from torch import Tensor, nn
@@ -43,3 +45,12 @@ class MoE(Decoder):
 def dims_of(plan: ShardingPlan) -> dict[str, int]:
     """The dims other than 0, by FQN."""
     return {fqn: dim for unit in plan.units for fqn, dim in unit.shard_dims}
+
+
+def on_dims(plan: ShardingPlan, dims: dict[str, int]) -> ShardingPlan:
+    """The plan with these dims, and dim 0 for all other parameters."""
+    units = []
+    for unit in plan.units:
+        own = tuple((fqn, dim) for fqn, dim in dims.items() if fqn in unit.params)
+        units.append(replace(unit, shard_dims=own))
+    return replace(plan, units=tuple(units))

@@ -3,102 +3,56 @@ code.
 """
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from small_models import Block
-from small_moe import MoE, dims_of
+from small_moe import MoE, dims_of, on_dims
 from test_plan import sharded_by_its_code
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from shardkit import MeshSpec, PlanError, ShardingPlan, by_class, by_name, group, plan_model
+from shardkit import MeshSpec, PlanError, ShardingPlan, by_class, by_name, plan_model
 from shardkit.planning.dims import on_mesh
 
 EIGHT = MeshSpec.sharded(8)
-COLUMNS = by_class("MoEBlock", shard_dim=1)
 UP, DOWN = "layers.0.experts.up", "layers.0.experts.down"
-
-
-def on_dims(plan: ShardingPlan, dims: dict[str, int], **changes: object) -> ShardingPlan:
-    """The plan with these dims in its first unit."""
-    return replace(
-        plan, units=(replace(plan.units[0], shard_dims=dims, **changes), *plan.units[1:])
-    )
 
 
 def test_the_text_forms() -> None:
     plan = plan_model(MoE(experts=8), mesh=EIGHT)
-    on_1 = on_dims(plan, {UP: 1})
+    experts = [f"layers.{layer}.experts.up" for layer in range(3)]
+    on_1 = on_dims(plan, dict.fromkeys(experts, 1))
     assert ShardingPlan.from_dict(json.loads(json.dumps(on_1.to_dict()))) == on_1 != plan
-    assert (
-        plan.diff(on_1) == f"- unit embed: shard_dims: []\n+ unit embed: shard_dims: [['{UP}', 1]]"
-    )
-    rows = str(
-        plan_model(MoE(experts=8), mesh=EIGHT, units=by_name("layers.*.experts", shard_dim=1))
-    ).splitlines()
+    assert plan.diff(on_1).splitlines()[:2] == [
+        "- unit layers.0: shard_dims: []",
+        f"+ unit layers.0: shard_dims: [['{UP}', 1]]",
+    ]
+    rows = str(on_1).splitlines()
     assert rows[2].endswith("not on dim 0")
-    assert rows[3].startswith("layers.0.experts .. layers.2.experts")
-    assert rows[3].endswith("3 on dim 1")
-
-
-def test_a_rule_sets_the_dim_of_what_has_one() -> None:
-    plan = plan_model(
-        MoE(experts=8), mesh=EIGHT, units=[by_name("layers.*.experts", shard_dim=2), COLUMNS]
-    )
-    assert {
-        fqn.partition(".experts.")[2]: dim for fqn, dim in dims_of(plan).items() if "experts" in fqn
-    } == {
-        "up": 2,
-        "down": 2,  # the bias has no dim 2
-    }
-    assert {fqn for fqn, dim in dims_of(plan).items() if dim == 1} == {
-        f"layers.{index}.{name}.weight" for index in range(3) for name in ("up", "down", "router")
-    }
+    assert any(row.startswith("layers.0 .. layers.2") and row.endswith("on dim 1") for row in rows)
 
 
 def test_what_cannot_be() -> None:
-    plan = plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock"))
+    plan = plan_model(MoE(dim=6, layers=1), mesh=EIGHT, units=by_class("MoEBlock"))
+    fewer_ranks = plan_model(MoE(), mesh=EIGHT, reshard_after_forward=2)
     with pytest.raises(PlanError, match="is sharded on dim 1, with reshard_after_forward=2"):
-        on_dims(plan, {UP: 1}, reshard_after_forward=2).check()
+        on_dims(fewer_ranks, {UP: 1}).check()
     for dim in (3, -1):
         with pytest.raises(
-            PlanError, match=rf"on dim {dim} in layers\.0, where its shape is \(2, 8, 32\)"
+            PlanError, match=rf"on dim {dim} in layers\.0, where its shape is \(2, 6, 24\)"
         ):
             on_dims(plan, {UP: dim}).check()
-
-
-def test_a_rule_whose_dim_does_not_divide_names_each_parameter() -> None:
-    with pytest.raises(PlanError) as caught:
-        plan_model(MoE(dim=6, layers=1), mesh=EIGHT, units=by_class("MoEBlock", shard_dim=1))
-    lines = str(caught.value).splitlines()
-    assert (
-        f"{UP} is sharded on dim 1, whose size 6 the 8 ranks of dp_shard do not divide."
-        in lines[-1]
-    )
-    # 24 rows divide; a norm has no dim 1
-    assert not any(DOWN in line or "norm" in line for line in lines)
-    with pytest.raises(
-        PlanError, match=r"by_name\('embed'\) has shard_dim=2, but no parameter .* more than 2 dims"
-    ):
-        plan_model(MoE(experts=8), mesh=EIGHT, units=[by_name("embed", shard_dim=2)])
-    with pytest.raises(
-        PlanError, match=r"shard_dim of by_class\('MoEBlock'\) must be a int, got 'rows'"
-    ):
-        plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock", shard_dim="rows"))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="on dim 1, whose size 6 the 8 ranks of dp_shard do not"):
+        on_dims(plan, {UP: 1}).check()
 
 
 @pytest.mark.parametrize("mesh", [EIGHT, MeshSpec.hybrid(2, 4)])
 def test_torch_shards_as_the_plan_says(mesh: MeshSpec) -> None:
     """By apply_plan, and by the torch code."""
-    rules = [
-        by_name("layers.*.experts", shard_dim=1),
-        group("layers.1", "layers.2", shard_dim=1),
-        "layers.*",
-    ]
     model = MoE(experts=8)
-    plan = plan_model(model, mesh=mesh, units=rules)
+    plan = plan_model(model, mesh=mesh)
+    plan = on_dims(plan, {fqn: 1 for fqn in plan.specs if fqn.endswith(("up", "down"))})
     assert '    "layers.0.experts.up": 1,\n' in plan.to_python()
     by_hand = sharded_by_its_code(model, plan)
     dims = {fqn: param.placements[-1] for fqn, param in by_hand.named_parameters()}
@@ -159,22 +113,6 @@ def test_notes_say_which_and_why() -> None:
     )
     assert planned((8, 60, 60), mesh=MeshSpec.sharded(64)).notes == ()  # no dim divides
     assert planned((8, 64, 64), mesh=MeshSpec.sharded(64), reshard_after_forward=8).notes == ()
-
-
-def test_on_another_mesh_the_dims_of_rules_stay() -> None:
-    rules = [by_class(Block, shard_dim=0), by_name("head", shard_dim=1)]
-    here = plan_model(MoE(), mesh=MeshSpec.sharded(8), units=rules)
-    assert dims_of(here) == {"head.weight": 1}
-    for mesh in (MeshSpec((8,), ("fsdp",)), MeshSpec.hybrid(2, 4), MeshSpec.sharded(4)):
-        dims = dims_of(on_mesh(here, mesh))
-        assert dims["head.weight"] == 1
-        assert not any(fqn.endswith(("experts.up", "experts.down")) for fqn in dims)
-    unfit = on_mesh(here, MeshSpec.sharded(7))
-    assert (
-        "head.weight: on dim 0, because dp_shard=7 does not divide the dim that a rule gave"
-        in unfit.notes
-    )
-    unfit.check()
 
 
 def test_on_another_mesh_other_dims_are_chosen_anew() -> None:

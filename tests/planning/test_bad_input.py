@@ -72,10 +72,6 @@ EIGHT = MeshSpec.sharded(8)
             ["<lambda> has an unknown", "tiles"],
         ),
         (by_name("norm", replicate=True), ["by_name('norm') has an unknown setting, replicate"]),  # type: ignore[call-arg]
-        (
-            lambda fqn, module: {"shard_dim": 1} if fqn in ("head", "norm") else False,
-            ["<lambda> has shard_dim=1, but no parameter of norm has more than 1 dims"],
-        ),
         # Two rules that claim one module.
         ([nn.LayerNorm, by_name("norm")], ["by_name('norm')", "norm (by by_class(LayerNorm))"]),
         (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fsdp1_models import TOKENS, Decoder
 from meshes import mesh_of
-from small_moe import MoE
+from small_moe import MoE, on_dims
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.lr_scheduler import LambdaLR
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardkit import (
     MixedPrecisionPolicy,
     accumulate,
-    by_class,
+    apply_plan,
     check_optimizer,
     clip_grad_norm_,
     full_optimizer_state_dict,
@@ -35,6 +35,7 @@ from shardkit import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
     materialize,
+    plan_model,
     scale_loss,
     shard_model,
     step_on_local_shards,
@@ -232,8 +233,6 @@ def test_state_is_read_between_two_micro_batches(tmp_path, keep):
 
 # Experts on another dim than 0.
 
-ON_DIM_0 = by_class("MoEBlock", shard_dim=0)
-
 
 def moe() -> nn.Module:
     torch.manual_seed(0)
@@ -247,6 +246,11 @@ def on_dim_1(model: nn.Module) -> nn.Module:
     return model
 
 
+def moe_on_dims(model: nn.Module, dims: dict[str, int], **options: object) -> nn.Module:
+    mesh = mesh_of((4,))
+    return apply_plan(model, on_dims(plan_model(model, mesh=mesh, **options), dims), mesh)
+
+
 @distributed(world_size=4, backend="gloo")
 def test_experts_train_as_in_one_process_and_their_state_moves():
     plain = run_of(moe(), local=False)
@@ -256,8 +260,9 @@ def test_experts_train_as_in_one_process_and_their_state_moves():
     whole = state_of(run)
     assert_close(whole, plain, moe().state_dict())
     state, optimizer_state = full_state_dict(run[0]), full_optimizer_state_dict(*run[:2])
-    for rules in ({}, {"units": [ON_DIM_0]}, {"units": [by_class("MoEBlock", shard_dim=2)]}):
-        other = run_of(shard_model(moe(), mesh=mesh_of((4,)), **rules))
+    experts = [f"layers.{layer}.experts.{name}" for layer in range(2) for name in ("up", "down")]
+    for dims in (dict.fromkeys(experts, dim) for dim in range(3)):
+        other = run_of(moe_on_dims(moe(), dims))
         load_full_state_dict(other[0], state)
         load_full_optimizer_state_dict(*other[:2], optimizer_state)
         assert_equal(state_of(other), whole)
@@ -273,9 +278,9 @@ def test_experts_are_initialized_and_reduced_to_the_bit():
     materialize(on_dim_1(shard_model(model, mesh=mesh_of((4,)))))
     assert_equal(full_state_dict(model, rank0_only=False), moe().state_dict())
     found = []
-    for rules in ({}, {"units": [ON_DIM_0]}):
-        half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        model = shard_model(moe().float(), mesh=mesh_of((4,)), mp_policy=half, **rules)
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    on_1 = on_dim_1(shard_model(moe().float(), mesh=mesh_of((4,)), mp_policy=half))
+    for model in (on_1, moe_on_dims(moe().float(), {}, mp_policy=half)):
         gradients(model, 0)
         grads = {name: param.grad for name, param in model.named_parameters()}
         assert all(isinstance(grad, DTensor) for grad in grads.values())
