@@ -25,10 +25,11 @@ from shardkit.fsdp1.dropin.program import replace_torchs_class
 
 PROGRAMS = Path(__file__).parents[1] / "fsdp1" / "dropin" / "programs"
 IMPORT = re.compile(r"^(\s*(?:from|import)\s+)torch\.distributed\.fsdp\b", re.MULTILINE)
-FSDP1 = [
-    f"torch.distributed.fsdp{name}"
-    for name in ("", ".fully_sharded_data_parallel", ".sharded_grad_scaler")
-]
+CHANGED = (  # by the command
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "multiprocessing.spawn",
+)
 
 
 def losses(name: str, arguments: list[str], way: str) -> list[float]:
@@ -69,8 +70,7 @@ def replaced() -> Iterator[None]:
     """What ``python -m shardkit.fsdp1`` does to torch, undone; modules that are imported in it are
     forgotten.
     """
-    names = (*FSDP1, "multiprocessing.spawn")
-    before = {name: dict(vars(sys.modules[name])) for name in names}
+    before = {name: dict(vars(importlib.import_module(name))) for name in CHANGED}
     replace_torchs_class()
     try:
         with sources(str):
