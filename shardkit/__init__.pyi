@@ -23,7 +23,7 @@ from shardkit.grads import zero_grad as zero_grad, reset_after_error as reset_af
 from shardkit.grads import clip_grad_norm_ as clip_grad_norm_, GradScaler as GradScaler
 from shardkit.grads import scale_loss as scale_loss, scale_grads_ as scale_grads_
 from shardkit.grads import global_token_count as global_token_count, set_gradient_reduction as set_gradient_reduction
-from shardkit.runtime.hooks import double_backward as double_backward
+from shardkit.runtime.second_order import double_backward as double_backward
 
 # ## Optimizers
 from shardkit.optim import step_on_local_shards as step_on_local_shards

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -166,21 +165,6 @@ def with_timeout_of_world(mesh: DeviceMesh) -> DeviceMesh:
     for group in mesh.get_all_groups() if hasattr(options, "_timeout") else ():  # gloo and NCCL
         set_timeout(options._timeout, group)
     return mesh
-
-
-def state_dict_metadata(state_dict: Any) -> dict[str, Any]:
-    """Return the module versions that ``nn.Module.state_dict`` attaches to its result; empty if
-    there are none.
-    """
-    return getattr(state_dict, "_metadata", None) or {}
-
-
-def with_state_dict_metadata(state_dict: Any, metadata: dict[str, Any]) -> Any:
-    """Attach the result of :func:`state_dict_metadata` where ``nn.Module.load_state_dict`` looks
-    for it.
-    """
-    state_dict._metadata = OrderedDict(metadata)
-    return state_dict
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:

@@ -1,10 +1,11 @@
-"""Private names of torch for dispatch modes, recorded operators, fake tensors, random numbers and
-pretended worlds.
+"""Private names of torch for dispatch modes, recorded operators, fake tensors, random numbers,
+pretended worlds and state dicts.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -161,3 +162,18 @@ def store_of_its_own(prefix: str) -> Any:
     return torch.distributed.distributed_c10d.PrefixStore(
         prefix, store.clone() if hasattr(store, "clone") else store
     )
+
+
+def state_dict_metadata(state_dict: Any) -> dict[str, Any]:
+    """Return the module versions that ``nn.Module.state_dict`` attaches to its result; empty if
+    there are none.
+    """
+    return getattr(state_dict, "_metadata", None) or {}
+
+
+def with_state_dict_metadata(state_dict: Any, metadata: dict[str, Any]) -> Any:
+    """Attach the result of :func:`state_dict_metadata` where ``nn.Module.load_state_dict`` looks
+    for it.
+    """
+    state_dict._metadata = OrderedDict(metadata)
+    return state_dict

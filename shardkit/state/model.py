@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
+from shardkit._torch import named_sharded_parameters
+from shardkit._torch.dispatch import state_dict_metadata, with_state_dict_metadata
 from shardkit.boxes import gather, model_group, refuse_quantized
 from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import check_equal, check_module, groups_of, raise_on_all_ranks

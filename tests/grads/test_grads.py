@@ -31,6 +31,15 @@ from shardkit.errors import ShardkitError
 from shardkit.grads import clip_grad_norm_
 from shardkit.testing import assert_same_on_all_ranks, distributed, fake_world
 
+
+def assert_norm(norm: torch.Tensor, full: dict[str, torch.Tensor], p: float) -> None:
+    """It is that of the full gradients, above a limit of 1, on every rank."""
+    exact = exact_norm(full, p)
+    assert exact > 1.0, "nothing to clip"
+    assert abs(norm.item() - exact) <= bound(full, p) * exact
+    assert_same_on_all_ranks(norm)
+
+
 # Equal to the unsharded norm.
 
 
@@ -45,10 +54,7 @@ def test_norm_and_gradients_equal_the_unsharded_ones(mesh, p, offload):
     assert type(norm) is torch.Tensor
     assert norm.shape == ()
     assert norm.dtype == torch.float32
-    exact = exact_norm(full, p)
-    assert exact > 1.0, "nothing to clip"
-    assert abs(norm.item() - exact) <= bound(full, p) * exact
-    assert_same_on_all_ranks(norm)
+    assert_norm(norm, full, p)
     assert_scaled(net, full, norm, 1.0)
     again = clip_grad_norm_(list(net.parameters()), math.inf, p).item()
     # Scaling rounds each element once more, by half a unit in the last place, and so does the new
@@ -96,10 +102,7 @@ def test_tensor_parallel_and_fsdp_shards_together(p):
     with CommDebugMode() as comms:
         norm = clip_grad_norm_(block, 1.0, p)
     assert comms.get_total_counts() == 2  # dp for all, tp for what is sharded on it
-    exact = exact_norm(full, p)
-    assert exact > 1.0, "nothing to clip"
-    assert abs(norm.item() - exact) <= bound(full, p) * exact
-    assert_same_on_all_ranks(norm)
+    assert_norm(norm, full, p)
     assert_scaled(block, full, norm, 1.0)
 
 
@@ -143,9 +146,7 @@ def test_plain_gradients_count_once(mesh, p):
         *PLAIN[1:],
     ]
     norm = clip_grad_norm_(net, 1.0, p)
-    exact = exact_norm(full, p)
-    assert abs(norm.item() - exact) <= bound(full, p) * exact
-    assert_same_on_all_ranks(norm)
+    assert_norm(norm, full, p)
     assert_scaled(net, full, norm, 1.0)
 
     full = give_grads(net)
@@ -153,10 +154,7 @@ def test_plain_gradients_count_once(mesh, p):
     net.gain.grad = torch.tensor([float(dist.get_rank() + 1)])
     each = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     full["gain"] = each.max() if p == math.inf else each.pow(p).mean().pow(1 / p)
-    norm = clip_grad_norm_(net, 1.0, p)
-    assert_same_on_all_ranks(norm)
-    exact = exact_norm(full, p)
-    assert abs(norm.item() - exact) <= bound(full, p) * exact
+    assert_norm(clip_grad_norm_(net, 1.0, p), full, p)
 
 
 # Ranks with different gradients.
@@ -209,9 +207,9 @@ def test_half_precision_gradients_have_a_float32_norm(dtype):
     full = {name: g.clone() for name, g in full_grads(net).items()}
     norm = clip_grad_norm_(net, 1.0)
     assert norm.dtype == torch.float32
-    exact = exact_norm(full, 2.0)
-    assert exact**2 > torch.finfo(torch.float16).max, "a float16 norm would not overflow"
-    assert abs(norm.item() - exact) <= bound(full, 2.0) * exact
+    overflow = torch.finfo(torch.float16).max
+    assert exact_norm(full, 2.0) ** 2 > overflow, "a float16 norm would not overflow"
+    assert_norm(norm, full, 2.0)
     assert_scaled(net, full, norm, 1.0)
 
 
@@ -300,12 +298,9 @@ def check(model: nn.Module, names: dict[str, str], p: float, reduces: int) -> No
     with CommDebugMode() as comms:
         norm = clip_grad_norm_(model, 1.0, p)
     assert comms.get_total_counts() == reduces
-    assert_same_on_all_ranks(norm)
-    exact = exact_norm(whole, p)
-    assert exact > max(1.0, exact_norm(own, p) if p != math.inf and len(whole) > len(own) else 0), (
-        "nothing elsewhere"
-    )
-    assert abs(norm.item() - exact) <= bound(whole, p) * exact
+    assert_norm(norm, whole, p)
+    if p != math.inf and len(whole) > len(own):
+        assert exact_norm(whole, p) > exact_norm(own, p), "nothing elsewhere"
     assert_scaled(model, before, norm, 1.0)
 
 

@@ -38,7 +38,7 @@ from shardkit import (
     shard_model,
 )
 from shardkit._torch import torch_version
-from shardkit.runtime.hooks import double_backward
+from shardkit.runtime.second_order import double_backward
 from shardkit.testing import comm_counts, distributed, fake_world
 
 NO_GRAD = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}

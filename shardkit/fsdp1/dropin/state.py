@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from shardkit import _fsdp
 from shardkit._fsdp.fsdp1 import gathered_sharded_tensor, is_sharded_tensor
 from shardkit._fsdp.plain import as_dtensors
-from shardkit._torch import local_tensor, state_dict_metadata, with_state_dict_metadata
+from shardkit._torch import local_tensor
+from shardkit._torch.dispatch import state_dict_metadata, with_state_dict_metadata
 from shardkit.fsdp1.dropin.record import (
     WRAPPED,
     inner_of,
