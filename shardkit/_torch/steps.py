@@ -111,10 +111,11 @@ def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
     """Return whether ``optimizer_in_backward`` steps any of the parameters: its hook has an
     attribute for this.
     """
-    hooks = (
-        hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values()
-    )
-    return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
+    for param in parameters:
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            if getattr(hook, "steps_in_backward", False):
+                return True
+    return False
 
 
 def wait_for_offload(param: DTensor) -> None:

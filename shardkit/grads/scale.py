@@ -212,7 +212,9 @@ class GradScaler(UnscalingGradScaler):
         """Unscale this rank's shards in place; 1.0 on every rank if any of them found inf or nan,
         else 0.0.
         """
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params: list[Tensor] = []
+        for group in optimizer.param_groups:
+            params += group["params"]
         check_awake(params)
         grads = [param.grad for param in params if param.grad is not None]
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):

@@ -41,16 +41,18 @@ def replicate(model: nn.Module, fqns: Iterable[str], mesh: DeviceMesh) -> None:
     ``fully_shard`` had these among its ``ignored_params``; ``mesh`` is the whole data-parallel one.
     """
     units = fsdp_units(model)
-    unit_of = {module: unit for unit in units for module in unit.modules}
+    unit_of: dict[nn.Module, FSDPUnit] = {}
+    for unit in units:
+        unit_of.update(dict.fromkeys(unit.modules, unit))
     replicated = []
     for fqn in fqns:
-        module, unit = model, unit_of.get(model)
+        # The innermost unit around it; any of the model's where none of those has parameters.
+        module, unit = model, unit_of.get(model, units[0])
         *path, name = fqn.split(".")
         for child in path:
             module = module.get_submodule(child)
-            unit = unit_of.get(module, unit)  # the innermost around it
-        # Any of the model's units where none of those around it has parameters.
-        one = _Replicated(module, name, unit or units[0])
+            unit = unit_of.get(module, unit)
+        one = _Replicated(module, name, unit)
         if not one.param.is_meta:
             one.param.data = one.param.data.to(device_of(mesh))
         replicated.append(one)
@@ -102,7 +104,9 @@ def unreduced_problem(model: nn.Module) -> str | None:
     if all(mesh.size() == 1 for mesh in meshes):
         return None
     groups = functools.cache(_groups)  # most parameters have one mesh
-    reduced = {ranks for mesh in meshes for ranks in groups(mesh)}
+    reduced: set[tuple[int, ...]] = set()
+    for mesh in meshes:
+        reduced.update(groups(mesh))
     replicated = replicated_parameters(model)
     unreduced = []
     for fqn, param in named_sharded_parameters(model):

@@ -136,8 +136,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held: set[int] = set()
     for group in optimizer.param_groups:
         held.update(map(id, group["params"]))
-    if asleep:
-        check_awake(param for group in optimizer.param_groups for param in group["params"])
+        check_awake(group["params"])
     stepped = _stepped.get(optimizer)
     if stepped is None or stepped.held != held:
         stepped = _first_look(optimizer, held)
@@ -195,7 +194,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _first_look(optimizer: Optimizer, held: set[int]) -> _Stepped:
     """Find the units that an optimizer steps, and what is wrong with its parameters."""
     name = type(optimizer).__name__
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params: list[Tensor] = []
+    for group in optimizer.param_groups:
+        params += group["params"]
     stale = [_replaced[param] for param in params if param in _replaced]
     if stale:
         raise ShardkitError(
