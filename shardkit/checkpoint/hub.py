@@ -143,7 +143,7 @@ def _grouped(
     specs: Mapping[str, Spec],
 ) -> list[Group]:
     """Return groups of tensors with the same first target and the converter of the same pattern."""
-    by_pattern = {}
+    by_pattern: dict[str, Any] = {}
     for converter in converters:
         by_pattern |= dict.fromkeys(converter.source_patterns, converter)
     groups: dict[str, Group] = {}

@@ -111,8 +111,10 @@ class TorchFiles:
             shards: list[Tensor] = []
             for tree in trees:
                 flat = tree[unit + _FLAT]
-                pieces = flat.pieces if isinstance(flat, _ShardedPieces) else [(flat, None)]
-                shards += [piece.detach() for piece, _ in pieces]
+                if isinstance(flat, _ShardedPieces):
+                    shards += [piece.detach() for piece, _ in flat.pieces]
+                else:
+                    shards.append(flat.detach())
             is_listed = not by_name.keys().isdisjoint(names)
             alignment = 16 // shards[0].element_size() if is_listed else 1
             end = 0
