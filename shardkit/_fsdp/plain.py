@@ -56,7 +56,7 @@ class PlainShard(FSDPParam):
     own_hooks: dict[int, Any]  # of the DTensor; the program's are the plain parameter's
     # Gradients that are not reduced accumulate in ``param_dtype``, as in FSDP1. FSDP2 would convert
     # them to ``reduce_dtype``: since torch 2.15 by this property, before in the method.
-    unsharded_grad_dtype = None  # type: ignore[assignment]
+    unsharded_grad_dtype = None
 
     def to_accumulated_grad_if_needed(self) -> None:
         """Called by FSDP2 after a backward that does not reduce."""

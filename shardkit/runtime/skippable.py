@@ -239,8 +239,8 @@ class _Forward:
         by_rank = caller.exchange([caller.name, mine])
         names = {name for name, _ in by_rank.values()}
         calls = [Call(*call) for _, call in by_rank.values() if call is not None]
-        skippable = set()
-        others = set()
+        skippable: set[int] = set()
+        others: set[int] = set()
         for call in calls:
             may_skip = call.place != _END and caller.calls[call.place].may_skip
             (skippable if may_skip else others).add(call.place)

@@ -448,7 +448,7 @@ def test_without_the_context_it_is_refused():
         penalty(lambda x: {"loss": model(x)}["loss"], *vectors(0, 9))
 
 
-class Odd(Critic):
+class NestedOutputs(Critic):
     """Outputs that are nested, or read once; and a method that gathers."""
 
     def forward(self, x: Tensor, kind: str = "nested") -> object:
@@ -462,8 +462,8 @@ class Odd(Critic):
 @distributed(world_size=2)
 def test_it_is_refused_of_nested_outputs_and_methods_too():
     for call in (lambda model, x: model(x)["a"][0]["b"], lambda model, x: model.score(x)):
-        _, model = pair(Odd, forward_methods=["score"])
+        _, model = pair(NestedOutputs, forward_methods=["score"])
         with pytest.raises(ShardkitError, match="create_graph=True"):
             penalty(functools.partial(call, model), *vectors(0, 9))
-    _, model = pair(Odd)
+    _, model = pair(NestedOutputs)
     assert len(list(model(vectors(0)[0], "generator"))) == 2  # not read by the hook
