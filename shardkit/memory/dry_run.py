@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ def plan_checked(
     notes: list[str] = []
     plan = build()
     uses = dry_run(tree.root.module, plan, batch)
+    if by_default and uses.called_last is not None:
+        tree.called_last = tree.node(uses.called_last)
+        with_head = build()
+        if with_head != plan:
+            plan = with_head
+            uses = dry_run(tree.root.module, plan, batch)
     while uses.wrong:
         problems = []
         wrong = set()  # names of units
@@ -114,6 +121,9 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
             method.forward = getattr(owner, name)
             uses.watch(next(unit for unit in plan.units if fqn in unit.modules), [method])
             vars(owner)[name] = method
+        for fqn, module in model.named_modules():
+            if module._parameters and not module._modules:
+                module.register_forward_hook(partial(uses.note_call, fqn))
         with uses:
             model(*args, **kwargs)
     return uses
@@ -144,6 +154,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into
         self.filled_by_root: dict[str, None] = {}  # lists and dicts of the batch
         self.owned: dict[int, tuple[str, str]] = {}  # FQN and unit of each parameter, by id
+        self.called_last: str | None = None  # the FQN of a layer
         self._running: list[str] = []
         self._kept: set[str] = set()
 
@@ -191,6 +202,10 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return output
 
         hook_unit(unit, modules, enter, leave)
+
+    def note_call(self, fqn: str, *_: Any) -> None:
+        """Remember which layer is called last."""
+        self.called_last = fqn
 
     def _note(self, reason: str, unit: str, what: str) -> None:
         self.wrong.setdefault(reason, {}).setdefault(unit, {})[what] = None

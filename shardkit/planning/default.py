@@ -23,6 +23,7 @@ from shardkit.planning.tree import (
 
 LARGE_NUMEL, LARGE_SHARE = 1_000_000, 0.05  # a module outside of blocks is a unit if it has both
 SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # a head with less than either is left to the root
+ROOT_SHARE = 0.1  # the root keeps no more of the model than that in small layers beside blocks
 STAGE_SHARE = 0.7  # a block with so much of itself in inner blocks is a stage, and they are units
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -185,19 +186,26 @@ def _large(tree: ModelTree) -> int:
 def _layers_beside(
     tree: ModelTree, blocks: list[ModuleNode], taken: Set[ModuleNode]
 ) -> list[ModuleNode]:
-    """Return the plain layers in the lists of blocks that are worth an all-gather.
+    """Return the plain layers in the lists of blocks that are worth an all-gather, and as many of
+    the small ones as the root would have too much of.
 
-    Units of their own: in a block's unit, one that no forward calls would break backward in torch.
+    They are units of their own: checkpointing and compiling apply to units of one module.
     """
-    found = []
+    plain = []
     for container in dict.fromkeys(block.parents[0] for block in blocks):
-        for item in tree.children(container) if isinstance(container.module, _CONTAINERS) else ():
-            is_plain = (
-                not tree.children(item) and item not in taken and not _is_small(tree, item.numel)
-            )
-            if is_plain and is_called(item):
-                found.append(item)
-    return found
+        if not isinstance(container.module, _CONTAINERS):
+            continue
+        for item in tree.children(container):
+            if item not in taken and not tree.children(item) and is_called(item):
+                plain.append(item)
+    beside = []
+    left = sum(layer.numel for layer in plain)  # to the root
+    for layer in sorted(plain, key=lambda layer: -layer.numel):
+        if _is_small(tree, layer.numel) and left <= ROOT_SHARE * tree.root.numel:
+            break
+        beside.append(layer)
+        left -= layer.numel
+    return in_order(beside)
 
 
 def _declared(tree: ModelTree, getter: str, outside: list[ModuleNode]) -> ModuleNode | None:
@@ -214,9 +222,14 @@ def _declared(tree: ModelTree, getter: str, outside: list[ModuleNode]) -> Module
 
 
 def _last_linear(tree: ModelTree, outside: list[ModuleNode]) -> ModuleNode | None:
-    """Return the last module of the model if it is a Linear: the head, where none is declared."""
-    last = [node for node in tree.nodes if node.params][-1]
-    return last if isinstance(last.module, nn.Linear) and last in outside else None
+    """Return the Linear that is the last module, or that a dry run calls last: the head, where
+    none is declared.
+    """
+    registered_last = [node for node in tree.nodes if node.params][-1]
+    for node in (registered_last, tree.called_last):
+        if node in outside and isinstance(node.module, nn.Linear):
+            return node
+    return None
 
 
 def _embedding_before(
@@ -251,7 +264,8 @@ def _norm_before(
     """
     last = blocks[-1].place if blocks else 0
     dtypes = {tree.specs[fqn].dtype for fqn in head.params if tree.specs[fqn].trainable}
-    between = [node for node in outside if last < node.place < head.place and node.params]
+    end = head.place if head.place > last else len(tree.nodes)  # a head may be registered first
+    between = [node for node in outside if last < node.place < end and node.params]
     for index, node in enumerate(between):
         name = type(node.module).__name__.lower()
         if "norm" not in name or "batchnorm" in name or tree.children(node):

@@ -66,6 +66,7 @@ class ModelTree:
         specs: what a plan records of each of them.
         shares_modules: whether a module is registered in several places.
         shares_params: whether a parameter is.
+        called_last: the layer that a dry run called last.
         unsplit: the parameters of tensor classes with operators of their own, such as DTensors.
     """
 
@@ -80,6 +81,7 @@ class ModelTree:
         self.specs: dict[str, ParamSpec] = {}
         self.shares_modules = False
         self.shares_params = False
+        self.called_last: ModuleNode | None = None
         self.unsplit: set[str] = set()
         self._children: dict[ModuleNode, list[ModuleNode]] = {}
         self._by_module: dict[int, ModuleNode] = {}

@@ -277,6 +277,43 @@ def test_an_example_batch_gives_the_order_of_units() -> None:
     ).replace("]", ")")
 
 
+class HeadFirst(nn.Module):
+    """Registers its head before what comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.embed = nn.Linear(8, 50, bias=False), nn.Embedding(50, 8)
+        self.layers, self.norm = blocks(), nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def test_an_example_batch_shows_a_head_that_is_registered_first() -> None:
+    plan = plan_model(HeadFirst(), mesh=EIGHT, example_batch=torch.zeros(2, 4, dtype=torch.long))
+    units = {unit.name: unit.reshard_after_forward for unit in plan.units}
+    assert units == {
+        "[head, norm]": False,
+        "embed": True,
+        "layers.0": True,
+        "layers.1": True,
+        "(root)": False,
+    }
+    assert names(HeadFirst()) == ["layers.0", "layers.1", "(root)"]
+
+
+@pytest.mark.parametrize("number", [40, 400])
+def test_the_root_keeps_a_tenth_of_many_layers(number: int) -> None:
+    """Plain layers that are small by themselves, beside blocks of their size."""
+    pairs = [layer for _ in range(number) for layer in (Block(), nn.Linear(8, 8), nn.LayerNorm(8))]
+    plan = plan_model(Model(layers=nn.ModuleList(pairs)), mesh=EIGHT)
+    in_root = sum(plan.specs[fqn].numel for fqn in plan.units[-1].params)
+    assert 0 < in_root <= 0.1 * sum(spec.numel for spec in plan.params)
+
+
 def test_running_statistics_of_each_rank_are_noted() -> None:
     norms = nn.Sequential(
         nn.Linear(8, 8),
