@@ -1,17 +1,15 @@
-"""The values that ranks start from: compared before sharding, since each shards its own copy, or
-broadcast.
-"""
+"""The values that ranks start from: compared before sharding, since each shards its own copy."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import FakeTensor, has_own_dispatch, local_tensor, plain_attributes
+from shardkit._torch import has_own_dispatch, local_tensor, plain_attributes
 from shardkit.errors import PlanError, listing
 from shardkit.plan import ShardingPlan
 from shardkit.ranks import (
@@ -49,21 +47,6 @@ def state_facts(states: Mapping[str, Tensor], compare_meta: bool) -> dict[str, s
     return facts
 
 
-def check_can_broadcast(states: Mapping[str, Tensor]) -> None:
-    """Raise PlanError if some state has no dense tensors to broadcast. Local."""
-    opaque = []
-    for fqn, state in states.items():
-        local = local_tensor(state) if isinstance(state, DTensor) else state
-        if local.numel() and not isinstance(local, FakeTensor) and not _dense_parts(local):
-            opaque.append(fqn)
-    if opaque:
-        raise PlanError(
-            f"sync_module_states cannot broadcast {listing(opaque, 6)}. Only dense tensors are "
-            "broadcast, and subclasses that name their dense tensors in __tensor_flatten__. Call "
-            "torch.manual_seed(0) on every rank instead."
-        )
-
-
 def check_same_start(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:
     """Raise on every rank unless all start from the same values. Collective, pure.
 
@@ -77,7 +60,7 @@ def check_same_start(model: nn.Module, plan: ShardingPlan, groups: Groups) -> No
     by_groups: dict[Groups, dict[str, list[list[int]] | None]] = {}
     with torch.no_grad(), plain_attributes():
         for fqn, state in states_of(model, plan.ignored).items():
-            samples = by_groups.setdefault(_groups_of_copies(state, groups), {})
+            samples = by_groups.setdefault(groups_of_copies(state, groups), {})
             samples[fqn] = _sample(state, fqn in whole)
     problems = [_difference(samples, copies) for copies, samples in by_groups.items()]
     # Ranks of tensor parallelism hold other parts, and may have seen no difference.
@@ -87,7 +70,7 @@ def check_same_start(model: nn.Module, plan: ShardingPlan, groups: Groups) -> No
                 raise problem
 
 
-def _groups_of_copies(state: Tensor, groups: Groups) -> Groups:
+def groups_of_copies(state: Tensor, groups: Groups) -> Groups:
     """The groups whose ranks hold copies: those that a DTensor, as an expert, is not split over."""
     if not isinstance(state, DTensor):
         return tuple(groups)
@@ -130,38 +113,12 @@ def _difference(samples: dict[str, list[list[int]] | None], groups: Groups) -> P
     )
 
 
-def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) -> None:
-    """Overwrite each tensor with that of the first rank of each group in turn, in place.
-
-    Collective over ``groups``. States have the same shapes on all ranks; of a DTensor it is the
-    local part. ``groups`` are those of a mesh's axes, the replicating one first, and ``device`` is
-    the type of its device.
-    """
-    with torch.no_grad():
-        for state in states:
-            for part in _dense_parts(state):
-                for group in _groups_of_copies(state, groups):
-                    if not part.is_meta:
-                        _broadcast(part, group, device)
-
-
-def _broadcast(part: Tensor, group: dist.ProcessGroup | None, device: str) -> None:
-    for dim, stride in enumerate(part.stride()):
-        if stride == 0:
-            part = part.narrow(dim, 0, 1)  # an expanded dim has one element in memory
-    staged = part.to(device).resolve_conj().resolve_neg().contiguous()
-    # as bytes, since gloo knows few dtypes
-    dist.broadcast(staged.view(-1).view(torch.uint8), group=group, group_src=0)
-    if staged is not part:
-        part.copy_(staged)
-
-
 def _sample(state: Tensor, whole: bool) -> list[list[int]] | None:
     """Return the bits of a few elements of each dense part of a tensor, as integers, with ``whole``
     also a hash of all elements; None on meta. NaN equals itself, 0.0 does not equal -0.0.
     """
     samples = []
-    for part in _dense_parts(state):
+    for part in dense_parts(state):
         if part.is_meta:
             return None
         if part.is_complex():
@@ -175,13 +132,13 @@ def _sample(state: Tensor, whole: bool) -> list[list[int]] | None:
     return samples
 
 
-def _dense_parts(state: Tensor) -> list[Tensor]:
+def dense_parts(state: Tensor) -> list[Tensor]:
     """The dense tensors of a state on this rank: usually itself; none if it has no values."""
     if isinstance(state, DTensor):
-        return _dense_parts(local_tensor(state))
+        return dense_parts(local_tensor(state))
     if has_own_dispatch(type(state)):
         parts = []
         for name in state.__tensor_flatten__()[0] if hasattr(state, "__tensor_flatten__") else ():
-            parts += _dense_parts(getattr(state, name))
+            parts += dense_parts(getattr(state, name))
         return parts
     return [state] if state.layout is torch.strided and state.numel() else []

@@ -1,15 +1,13 @@
-"""Meshes and the process group: the only module that makes them."""
+"""The process group and the mesh of a plan, made if there is none."""
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardkit._torch import flattened, with_timeout_of_world
 from shardkit.errors import PlanError
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.ranks import accelerator, all_gather_bytes, device_type
+from shardkit.ranks import accelerator, device_type
 
 # This rank's index on its host: torchrun, SLURM, Open MPI, MPICH.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK")
@@ -123,35 +121,6 @@ def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
     return MeshSpec(tuple(mesh.shape), mesh.mesh_dim_names or ("dp_shard",))
 
 
-def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
-    """Build the mesh of all ranks with one axis for each way to divide the work: ``("dp", "sp")``.
-
-    Ranks along "dp" have batches of their own; adjacent ranks along "sp" share a batch, each with a
-    part of every sequence (``shardkit.sequence``). Parameters are sharded over both: call
-    ``shard_model`` without ``mesh``.
-
-    **Collective**: every rank must call. The process group is made if there is none, as by
-    ``shard_model``.
-
-    Args:
-        sp: ranks that share a sequence; a divisor of the number of ranks.
-        device: the mesh's device type; None is the accelerator, or the CPU if only gloo could serve
-            it.
-
-    Raises:
-        PlanError: ``sp`` does not divide the number of ranks.
-
-    Examples:
-        >>> mesh = training_mesh(sp=2)
-        >>> sampler = DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank())
-    """
-    ensure_process_group()
-    world = dist.get_world_size()
-    if not isinstance(sp, int) or sp < 1 or world % sp:
-        raise PlanError(f"sp must divide the number of ranks, {world}, got {sp}. Pass a divisor.")
-    return build_mesh(MeshSpec((world // sp, sp), ("dp", "sp")), device)
-
-
 def build_mesh(spec: MeshSpec, device: str | None = None) -> DeviceMesh:
     """Build the DeviceMesh over all ranks that ``spec`` describes. Collective: every rank must
     call.
@@ -172,31 +141,6 @@ def unit_meshes(mesh: DeviceMesh, plan: ShardingPlan) -> dict[str | None, Device
     for axis in dict.fromkeys(unit.mesh for unit in plan.units if unit.mesh is not None):
         meshes[axis] = mesh[(*replicate, axis)]
     return meshes
-
-
-def mesh_of_groups(
-    spec: MeshSpec, groups: Sequence[dist.ProcessGroup], device: str | None = None
-) -> DeviceMesh:
-    """Build the DeviceMesh of ``spec`` on process groups that exist. Collective over the groups.
-
-    Args:
-        spec: the mesh's shape, in ranks, and axis names.
-        groups: this rank's group of each axis; for two axes the second may be left out if it has
-            one rank.
-        device: the mesh's device type; None is the accelerator, or the CPU if only gloo could serve
-            it.
-    """
-    device = device or device_type()
-    if len(spec.shape) == 1:
-        return DeviceMesh.from_group(groups[0], device, mesh_dim_names=spec.axis_names)
-    if len(groups) == 1:  # the shard axis is this rank alone, so only this rank makes its group
-        groups = [groups[0], dist.new_group([dist.get_rank()], use_local_synchronization=True)]
-    replicate, shard = groups
-    mine = dist.get_process_group_ranks(shard)
-    rows = [json.loads(row) for row in all_gather_bytes(json.dumps(mine).encode(), replicate)]
-    return DeviceMesh.from_group(
-        [replicate, shard], device, torch.tensor(rows), mesh_dim_names=spec.axis_names
-    )
 
 
 def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:

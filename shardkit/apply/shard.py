@@ -15,13 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from shardkit._torch import real_tensors
-from shardkit.apply.init_sync import (
-    broadcast_from_first,
-    check_can_broadcast,
-    check_same_start,
-    state_facts,
-    states_of,
-)
+from shardkit.apply.init_sync import check_same_start, state_facts, states_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
 from shardkit.apply.param_attrs import attributes_and_hooks, carry_over
 from shardkit.apply.validate import check_plan
@@ -91,14 +85,16 @@ def plan_and_apply(
             check_plan(model, plan, mesh)
             states = states_of(model, plan.ignored)
             if sync_module_states:
+                from shardkit.apply.broadcast import check_can_broadcast
+
                 check_can_broadcast(states)
 
         # 2. Compare plans and values. Ranks with different ones would meet in different
         # collectives, or train different models. Plans may differ along other axes.
-        facts = {"sync_module_states": sync_module_states, **plan_facts(plan)}
+        facts = {**plan_facts(plan), "sync_module_states": sync_module_states}
         check_equal(facts, groups, PlanError)
-        facts = state_facts(states, compare_meta=sync_module_states)
-        check_equal(facts, [*groups, *other_groups], PlanError)
+        described = state_facts(states, compare_meta=sync_module_states)
+        check_equal(described, [*groups, *other_groups], PlanError)
         if not sync_module_states:
             check_same_start(model, plan, [*groups, *other_groups])
 
@@ -107,6 +103,8 @@ def plan_and_apply(
 
         # 4. Broadcast the first rank's values, if asked.
         if sync_module_states:
+            from shardkit.apply.broadcast import broadcast_from_first
+
             groups = [*mesh.get_all_groups(), *other_groups]
             broadcast_from_first(states.values(), groups, mesh.device_type)
         del states  # or it would keep the full parameters

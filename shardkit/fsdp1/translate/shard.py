@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -16,23 +17,19 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp.collectives import reduce_unused
 from shardkit._torch import real_tensors
-from shardkit.apply.init_sync import (
-    broadcast_from_first,
-    check_can_broadcast,
-    check_same_start,
-    state_facts,
-    states_of,
-)
-from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
+from shardkit.apply.broadcast import broadcast_from_first, check_can_broadcast
+from shardkit.apply.init_sync import check_same_start, state_facts, states_of
+from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group
 from shardkit.apply.shard import plan_facts, shard_units
 from shardkit.apply.validate import check_plan
 from shardkit.errors import PlanError, TranslationError, listing
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.strategy import groups_to_agree
 from shardkit.meta import is_recorded, materialize
-from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.ranks import (
     Groups,
+    all_gather_bytes,
     check_equal,
     device_type,
     max_over_ranks,
@@ -177,6 +174,31 @@ def cast_buffers(model: nn.Module, translation: Translation) -> None:
     for fqn, dtype in translation.buffer_dtypes.items():
         buffer = model.get_buffer(fqn)
         buffer.data = buffer.to(dtype)
+
+
+def mesh_of_groups(
+    spec: MeshSpec, groups: Sequence[dist.ProcessGroup], device: str | None = None
+) -> DeviceMesh:
+    """Build the DeviceMesh of ``spec`` on process groups that exist. Collective over the groups.
+
+    Args:
+        spec: the mesh's shape, in ranks, and axis names.
+        groups: this rank's group of each axis; for two axes the second may be left out if it has
+            one rank.
+        device: the mesh's device type; None is the accelerator, or the CPU if only gloo could serve
+            it.
+    """
+    device = device or device_type()
+    if len(spec.shape) == 1:
+        return DeviceMesh.from_group(groups[0], device, mesh_dim_names=spec.axis_names)
+    if len(groups) == 1:  # the shard axis is this rank alone, so only this rank makes its group
+        groups = [groups[0], dist.new_group([dist.get_rank()], use_local_synchronization=True)]
+    replicate, shard = groups
+    mine = dist.get_process_group_ranks(shard)
+    rows = [json.loads(row) for row in all_gather_bytes(json.dumps(mine).encode(), replicate)]
+    return DeviceMesh.from_group(
+        [replicate, shard], device, torch.tensor(rows), mesh_dim_names=spec.axis_names
+    )
 
 
 def mesh_for(translation: Translation) -> DeviceMesh:
