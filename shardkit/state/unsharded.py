@@ -83,6 +83,9 @@ def full_params(
     for name, grad in grads.items():
         shards[f"grad of {name}"] = grad
     fulls = dict(gather(shards.items(), ranks, everywhere=not rank0_only, device=device))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # without hooks it does nothing
     moves: list[Move] = []
     with raise_on_all_ranks(groups if writeback and rank0_only else []):
         changed: dict[str, Tensor | None] = {}
@@ -144,9 +147,6 @@ def _replaced(
     """Register full parameters in the place of sharded ones, on ranks that have them; yield one
     place of each.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
     full_of: dict[nn.Parameter, nn.Parameter] = {}
     for param, name in names.items():
         if name in fulls:
