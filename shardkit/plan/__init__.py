@@ -43,7 +43,7 @@ class ShardingPlan(PlanData):
             device in their stored dtype, and their gradients are reduced over the whole mesh.
         prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one
             ahead.
-        forward_methods: methods besides forward that gather the parameters of their module when
+        forward_methods: methods besides forward that unshard the parameters of their module when
             called, by dotted names from the root.
         tiles: modules that compute in tiles of tokens, as pairs ``(fqn, number)``; a mapping is
             converted.
@@ -109,7 +109,7 @@ class ShardingPlan(PlanData):
 def _tuples(value: Any) -> Any:
     """Return JSON data with tuples for its lists."""
     if isinstance(value, dict):
-        return {key: _tuples(each) for key, each in value.items()}
+        return {key: _tuples(item) for key, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 

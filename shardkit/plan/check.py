@@ -175,7 +175,7 @@ def _tiles(plan: PlanData) -> Iterator[str]:
         elif fqn in inner:
             yield (
                 f"{subject}, and {inner[fqn]} inside, a unit or in tiles too. A unit inside would "
-                "be gathered for each tile. Select the innermost of them with tiles=."
+                "be unsharded for each tile. Select the innermost of them with tiles=."
             )
         elif compiled_around:
             yield (

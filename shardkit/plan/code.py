@@ -49,7 +49,7 @@ def selective():
     is_saved = {again: itertools.cycle([True, False]) for again in (False, True)}  # torch < 2.13 asks again
 
     def policy(context, op, *args, **kwargs):
-        given = {**dict(zip((each.name for each in op._schema.arguments), args)), **kwargs}
+        given = {**dict(zip((argument.name for argument in op._schema.arguments), args)), **kwargs}
         is_product = op.name() in ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
         is_attention = ("attention" in op.name() or "attn" in op.name()) and not given.get("dropout_p")
         saves = next(is_saved[context.is_recompute]) if is_product else is_attention
@@ -65,7 +65,7 @@ def compute_in(module, dtype):
 
     @functools.wraps(forward)
     def cast(*args, **kwargs):
-        owners = [(each._parameters, dict(each._parameters)) for each in module.modules()]
+        owners = [(inner._parameters, dict(inner._parameters)) for inner in module.modules()]
         try:
             for params, own in owners:
                 params.update({n: p.to(dtype) for n, p in own.items() if p is not None and p.is_floating_point()})

@@ -89,9 +89,9 @@ class PlanData:
         parts = self.mesh.parts(unit.mesh)
         specs = self.specs_of(unit)
         if parts > 1:
-            specs = [
-                each._replace(shape=(-(-each.shape[0] // parts), *each.shape[1:])) for each in specs
-            ]
+            for index, spec in enumerate(specs):
+                rows = -(-spec.shape[0] // parts)
+                specs[index] = spec._replace(shape=(rows, *spec.shape[1:]))
         return specs
 
     def held_bytes(self) -> int:
@@ -122,7 +122,7 @@ class PlanData:
         units = {fqn for unit in self.units for fqn in unit.modules}
         replicated = set(self.replicated)
         with_others: set[str] = set()
-        found: dict[str, torch.dtype] = {}
+        computed_in: dict[str, torch.dtype] = {}
         for spec in self.params:
             for name in (spec.fqn, *spec.aliases):
                 if spec.fqn not in replicated:
@@ -133,15 +133,15 @@ class PlanData:
                     around = next(fqn for fqn in ancestors(name) if fqn in units)
                     for module in ancestors(name):
                         if around in dtypes and module not in with_others:
-                            found[module] = dtypes[around]
-        return found
+                            computed_in[module] = dtypes[around]
+        return computed_in
 
     def trains(self, unit: ShardUnit) -> bool:
         """Whether ``unit`` owns a parameter that trains."""
         return any(spec.trainable for spec in self.specs_of(unit))
 
     def stays(self, unit: ShardUnit, keep_unsharded: bool | str | None) -> bool:
-        """Whether ``accumulate`` keeps ``unit`` gathered through all micro-batches."""
+        """Whether ``accumulate`` keeps ``unit`` unsharded through all micro-batches."""
         if isinstance(keep_unsharded, bool):
             return keep_unsharded
         return unit.reshard_after_forward is False or (
@@ -158,7 +158,7 @@ class PlanData:
         """Predict the collectives of one step on each rank; pure and local.
 
         Holds for eager torch when the units run in the model's order, each once per forward; a unit
-        that runs twice is gathered again.
+        that runs twice is unsharded again.
 
         Args:
             micro_batches: forwards and backwards with gradients, in a step of
@@ -175,7 +175,7 @@ class PlanData:
         if not isinstance(micro_batches, int) or micro_batches < 1:
             raise PlanError(f"micro_batches must be an int of at least 1, got {micro_batches!r}.")
         counts = Collectives()
-        in_backward = self._gathered_in_backward()
+        in_backward = self._unsharded_in_backward()
         for unit in self.units:
             if not unit.params:
                 continue
@@ -193,11 +193,11 @@ class PlanData:
             counts.all_reduces += sum(size > 1 for size in self.mesh.on(None).shape)
         return counts
 
-    def _gathered_in_backward(self) -> set[str]:
-        """Names of the units that are resharded after forward and gathered again in backward.
+    def _unsharded_in_backward(self) -> set[str]:
+        """Names of the units that are resharded after forward and unsharded again in backward.
 
         Backward does not reach units that come before the first trainable parameter, since what
-        they return needs no gradient. Prefetching, always at least one unit ahead, still gathers
+        they return needs no gradient. Prefetching, always at least one unit ahead, still unshards
         the last of them.
         """
         order = {spec.fqn: place for place, spec in enumerate(self.params)}
@@ -242,8 +242,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, MixedPrecisionPolicy):
         return mp_policy_to_dict(value)
     if isinstance(value, (list, tuple)):
-        return [each if type(each) is str else _plain(each) for each in value]  # most are names
-    return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return [item if type(item) is str else _plain(item) for item in value]  # most are names
+    return {attr.name: _plain(getattr(value, attr.name)) for attr in dataclasses.fields(value)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -262,11 +262,11 @@ def skippable(plan: PlanData) -> set[ShardUnit]:
     fqns = {fqn for unit in plan.units if unit.may_skip for fqn in unit.modules}
     if not fqns:
         return set()
-    found = set()
+    inside = set()
     for unit in plan.units:
         if not fqns.isdisjoint([unit.modules[0], *ancestors(unit.modules[0])]):
-            found.add(unit)
-    return found
+            inside.add(unit)
+    return inside
 
 
 def callers(plan: PlanData) -> dict[ShardUnit, list[ShardUnit]]:

@@ -57,13 +57,13 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> dict[str, str]:
     unit = units[0]
     specs = plan.specs_of(unit)
     row = {"unit": unit.name, "parameters": "-", "bytes": "-"}
-    each = ""
+    suffix = ""
     if len(units) > 1:
         row["unit"] = f"{unit.name} .. {units[-1].name}"
-        each = " each"
+        suffix = " each"
     if specs:
-        row["parameters"] = count(sum(spec.numel for spec in specs)) + each
-        row["bytes"] = nbytes(sum(spec.nbytes for spec in specs)) + each
+        row["parameters"] = count(sum(spec.numel for spec in specs)) + suffix
+        row["bytes"] = nbytes(sum(spec.nbytes for spec in specs)) + suffix
     dtypes: dict[str, None] = {}  # trained ones first
     for spec in sorted(specs, key=lambda spec: (not spec.trainable, str(spec.dtype))):
         dtypes[dtype_name(spec.dtype) + ("" if spec.trainable else " frozen")] = None
@@ -114,7 +114,7 @@ def _footer(plan: PlanData) -> list[str]:
     for number in dict.fromkeys(dict(plan.tiles).values()):
         names = [fqn or "(root)" for fqn, tiles in plan.tiles if tiles == number]
         listed[f"in {number} tiles of tokens"] = names
-    listed["methods that gather"] = plan.forward_methods
+    listed["methods that unshard"] = plan.forward_methods
     for title, items in listed.items():
         if items:
             lines.append(f"{title}: {listing(items, 6)}")
@@ -156,12 +156,12 @@ def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
     for fqn in unit.modules:
         match = _INDEXED.fullmatch(fqn)
         if match is None:
-            return [(each, "") for each in unit.modules], None
+            return [(fqn, "") for fqn in unit.modules], None
         before, number, after = match.groups()
         around.append((before, after))
         numbers.add(int(number))
     if len(numbers) > 1:
-        return [(each, "") for each in unit.modules], None
+        return [(fqn, "") for fqn in unit.modules], None
     return around, numbers.pop()
 
 

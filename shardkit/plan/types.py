@@ -66,7 +66,7 @@ class ParamSpec(NamedTuple):
         aliases: the further FQNs under which a tied parameter is registered.
         tensor_parallel: whether it was a DTensor before sharding, on another axis of the mesh.
         element_bytes: of a frozen parameter whose class stores it in another form, such as NF4: the
-            bytes that it holds for each element, gathered or not; 0.0 for those of ``dtype``.
+            bytes that it holds for each element, unsharded or not; 0.0 for those of ``dtype``.
     """
 
     fqn: str

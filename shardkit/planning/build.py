@@ -66,8 +66,8 @@ def build_plan(
     if units is None:
         replicated |= _small_shared(tree)
         selections, tie_notes = join_ties(tree, default_units(tree), ignored | replicated)
-        selections, odd, dtype_notes = split_dtypes(tree, selections, ignored | replicated)
-        replicated |= odd
+        selections, mixed, dtype_notes = split_dtypes(tree, selections, ignored | replicated)
+        replicated |= mixed
         notes = [*tie_notes, *dtype_notes]
     else:
         selections = select(tree, units)
@@ -100,17 +100,17 @@ def build_plan(
 
 def _small_shared(tree: ModelTree) -> set[str]:
     """Return the frozen parameters of a few elements that several modules share, as of a rotary
-    embedding, which may have methods that no unit gathers for.
+    embedding, which may have methods for which no unit unshards.
     """
-    found: set[str] = set()
+    shared: set[str] = set()
     if not tree.shares_modules:
-        return found
+        return shared
     for fqn, spec in tree.specs.items():
         if not spec.trainable and spec.numel <= FEW:
             around = [node for owner in tree.owners(fqn) for node in (owner, *owner.ancestors())]
             if any(len(node.parents) > 1 for node in around):
-                found.add(fqn)
-    return found
+                shared.add(fqn)
+    return shared
 
 
 def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> set[str]:
@@ -131,7 +131,7 @@ def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str])
 
 
 def _without(selections: list[Selection], replicated: set[ModuleNode]) -> list[Selection]:
-    """Leave out modules that need no gathering, such as the norm of [norm, head]."""
+    """Leave out modules without sharded parameters, such as the norm of [norm, head]."""
     kept = []
     for selection in selections:
         modules = tuple(node for node in selection.modules if node not in replicated)
@@ -170,7 +170,9 @@ def plan_of(
             mesh = mesh.sharded_from(axis)
     selections = _children_first(tree, selections)
     replicated = replicated - ignored
-    owned, in_several = assign(tree, [each.modules for each in selections], ignored | replicated)
+    owned, in_several = assign(
+        tree, [selection.modules for selection in selections], ignored | replicated
+    )
     refuse(tie_problem(tree, fqn) for fqn in in_several)
     units = []
     for selection, params in zip(selections, owned, strict=True):
@@ -191,12 +193,6 @@ def plan_of(
         notes.append(
             f"{names}: ignored but trained, so each rank keeps its own, unreduced gradient"
         )
-    statistics = _statistics_of_ranks(tree)
-    if statistics and mesh.size > 1:
-        notes.append(
-            f"{listing(statistics, 4)}: running statistics are of each rank's own batches; "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes BatchNorm's equal"
-        )
     tiles = tiles or {}
     plan = ShardingPlan(
         units=tuple(units),
@@ -213,16 +209,6 @@ def plan_of(
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
-
-
-def _statistics_of_ranks(tree: ModelTree) -> list[str]:
-    """Return the FQNs of BatchNorms and such, whose running statistics FSDP2 does not reduce."""
-    names = []
-    for cls, nodes in tree.by_class.items():
-        if issubclass(cls, nn.SyncBatchNorm) or not hasattr(nodes[0].module, "track_running_stats"):
-            continue
-        names += [node.name for node in nodes if node.module.track_running_stats]
-    return names
 
 
 def plan_from_units(
@@ -249,18 +235,18 @@ def plan_from_units(
             uncalled.append(fqn)
     if uncalled:
         notes.append(
-            f"{listing(uncalled, 6)}: has no forward, so the unit around it gathers its parameters"
+            f"{listing(uncalled, 6)}: has no forward, so the unit around it owns its parameters"
         )
 
-    left_alone = set(ignored)
-    selections, tie_notes = join_ties(tree, selections, left_alone)
+    skipped = set(ignored)
+    selections, tie_notes = join_ties(tree, selections, skipped)
     for selection in selections:
         if len(selection.modules) > 1:
             names = listing(node.fqn for node in selection.modules)
             notes.append(f"{names}: share a parameter, so are one unit")
-    selections, _, dtype_notes = split_dtypes(tree, selections, left_alone)
+    selections, _, dtype_notes = split_dtypes(tree, selections, skipped)
 
-    owned, _ = assign(tree, [selection.modules for selection in selections], left_alone)
+    owned, _ = assign(tree, [selection.modules for selection in selections], skipped)
     kept, empty = [], []
     for selection, params in zip(selections, owned, strict=True):
         policy = selection.overrides.get("mp_policy")
@@ -276,7 +262,7 @@ def plan_from_units(
         mesh,
         kept,
         Overrides(),
-        ignored=left_alone,
+        ignored=skipped,
         replicated=tree.unshardable(),
         prefetch=prefetch,
         notes=[*notes, *tie_notes, *dtype_notes],
@@ -290,7 +276,7 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
         return selection.modules == (tree.root,), [node.place for node in selection.modules]
 
     selections = sorted(selections, key=place)
-    unit_of = {node: index for index, each in enumerate(selections) for node in each.modules}
+    unit_of = {node: index for index, unit in enumerate(selections) for node in unit.modules}
     inner: dict[int, list[int]] = {index: [] for index in range(len(selections))}
     for index, selection in enumerate(selections):
         outer: set[int] = set()
@@ -301,8 +287,8 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
                 outer.add(unit_of[node])
             else:
                 waiting += node.parents
-        for each in sorted(outer):
-            inner[each].append(index)
+        for around in sorted(outer):
+            inner[around].append(index)
     try:
         return [selections[index] for index in TopologicalSorter(inner).static_order()]
     except CycleError as error:
@@ -357,21 +343,21 @@ def _forward_methods(tree: ModelTree, methods: Iterable[str]) -> tuple[str, ...]
 
 
 def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    """Yield an error for each method that the plan names and that cannot gather parameters."""
+    """Yield an error for each method that the plan names and that cannot unshard parameters."""
     units = [fqn for unit in plan.units for fqn in unit.modules]
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         node = tree.find(fqn)
-        found = node is not None and callable(getattr(node.module, method, None))
-        if not found or method == "forward":
+        is_method = node is not None and callable(getattr(node.module, method, None))
+        if not is_method or method == "forward":
             yield (
                 f"forward_methods has {name!r}, which is not a method besides forward of a module "
-                "in the model. Only units and the model can gather. Correct the name."
+                "in the model. Only units and the model can unshard. Correct the name."
             )
-        elif fqn and not any(tree.find(each) is node for each in units):
+        elif fqn and not any(tree.find(unit) is node for unit in units):
             yield (
                 f"forward_methods has {name!r}, a method of {fqn}, which is not a unit. Only units "
-                f"and the model can gather. Make {fqn} a unit with units=, or name a method of a "
+                f"and the model can unshard. Make {fqn} a unit with units=, or name a method of a "
                 "unit or of the model that calls this one."
             )
 

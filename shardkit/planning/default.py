@@ -101,10 +101,10 @@ def find_blocks(tree: ModelTree) -> list[ModuleNode]:
     outer = outermost(blocks)
     if len(outer) == len(blocks):  # none is inside another
         return outer
-    found = []
+    innermost = []
     for block in outer:
-        found += _parts(tree, block, blocks)
-    return found
+        innermost += _parts(tree, block, blocks)
+    return innermost
 
 
 def _parts(tree: ModelTree, block: ModuleNode, blocks: Set[ModuleNode]) -> list[ModuleNode]:

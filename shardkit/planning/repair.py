@@ -36,11 +36,11 @@ def join_ties(
     if not (tree.shares_params or tree.shares_modules):
         return selections, notes
     while True:  # each round joins a tie or dissolves a unit; in the end the root owns everything
-        _, in_several = assign(tree, [each.modules for each in selections], skipped)
+        _, in_several = assign(tree, [selection.modules for selection in selections], skipped)
         if not in_several:
             return selections, notes
         owners = tree.owners(in_several[0])
-        around = units_around(tree, [each.modules for each in selections])
+        around = units_around(tree, [selection.modules for selection in selections])
         indices: set[int] = set()
         for owner in owners:
             indices |= around[owner]
@@ -50,10 +50,10 @@ def join_ties(
             sharing += called_around(owner)
         sharing = outermost(sharing)
         if tree.root in sharing:
-            gone = [each for each in owning if tree.root not in each.modules]
-            names = listing(node.fqn for each in gone for node in each.modules)
-            notes.append(f"{names}: shares a parameter with the root, so the root gathers it")
-            selections = [each for each in selections if each not in gone]
+            dissolved = [unit for unit in owning if tree.root not in unit.modules]
+            names = listing(node.fqn for unit in dissolved for node in unit.modules)
+            notes.append(f"{names}: shares a parameter with the root, so the root owns it")
+            selections = [unit for unit in selections if unit not in dissolved]
         else:
             selections = _join(tree, selections, owning, sharing)
 
@@ -63,14 +63,14 @@ def _join(
 ) -> list[Selection]:
     """Make one unit of these modules and of the owning units with modules at or below them."""
     inside = {below for node in sharing for below in tree.subtree(node)}
-    joined = [each for each in owning if not inside.isdisjoint(each.modules)]
+    joined = [unit for unit in owning if not inside.isdisjoint(unit.modules)]
     modules = list(sharing)
     for selection in joined:
         modules += selection.modules
     overrides = (joined or owning)[0].overrides
-    reshard = all(each.reshard for each in joined)
-    unit = Selection(tuple(outermost(modules)), overrides, reshard)
-    return [unit, *(each for each in selections if each not in joined)]
+    reshard = all(unit.reshard for unit in joined)
+    together = Selection(tuple(outermost(modules)), overrides, reshard)
+    return [together, *(unit for unit in selections if unit not in joined)]
 
 
 def split_dtypes(
@@ -86,8 +86,8 @@ def split_dtypes(
     if len({spec.dtype for spec in tree.specs.values() if spec.trainable}) < 2:
         return selections, set(), []
     new: list[Selection] = []
-    odd: set[str] = set()
-    owned, _ = assign(tree, [each.modules for each in selections], skipped)
+    mixed: set[str] = set()
+    owned, _ = assign(tree, [selection.modules for selection in selections], skipped)
     for selection, params in zip(selections, owned, strict=True):
         numel: dict[torch.dtype, int] = defaultdict(int)
         trained = [fqn for fqn in params if tree.specs[fqn].trainable]
@@ -108,26 +108,26 @@ def split_dtypes(
             if all(_trains_only(tree, node, dtype, selection) for node in tree.owners(fqn)):
                 by_dtype[dtype] += tree.owners(fqn)
             else:
-                odd.add(fqn)
+                mixed.add(fqn)
         for nodes in by_dtype.values():
             modules = tuple(outermost(nodes))
             new.append(Selection(modules, selection.overrides, selection.reshard))
     notes = []
     if new:
-        apart = outermost([node for each in new for node in each.modules])
-        names = listing([node.fqn for node in apart], 4)
+        separate = outermost([node for unit in new for node in unit.modules])
+        names = listing([node.fqn for node in separate], 4)
         notes.append(
             f"{names}: train in another dtype than the modules around them, so they are separate "
             "units"
         )
-    if odd:
-        size = nbytes(sum(tree.specs[fqn].nbytes for fqn in odd))
+    if mixed:
+        size = nbytes(sum(tree.specs[fqn].nbytes for fqn in mixed))
         notes.append(
-            f"{listing(tree.ordered(odd), 4)}: train in another dtype "
+            f"{listing(tree.ordered(mixed), 4)}: train in another dtype "
             "than the rest of their unit and cannot be a unit of their own, so are replicated, "
             f"{size} on every rank"
         )
-    return [*selections, *new], odd, notes
+    return [*selections, *new], mixed, notes
 
 
 def _trains_only(

@@ -79,8 +79,7 @@ def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
     """
 
     def select(tree: ModelTree, taken: Set[ModuleNode]) -> list[Selection]:
-        found = large_modules(tree, min_numel, taken)
-        return [Selection((node,), overrides) for node in found]
+        return [Selection((node,), overrides) for node in large_modules(tree, min_numel, taken)]
 
     return UnitRule(f"by_size({min_numel})", select, overrides)
 
@@ -88,7 +87,7 @@ def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
 def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
     """Make one unit of all modules whose FQN matches a glob, torch's ``fully_shard([a, b])``.
 
-    They are gathered when the first of them runs and resharded when all have run. Tied modules must
+    They are unsharded when the first of them runs and resharded when all have run. Tied modules must
     be grouped.
 
     Args:
@@ -98,14 +97,14 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
     text = f"group({', '.join(map(repr, globs))})"
 
     def select(tree: ModelTree, _: Set[ModuleNode]) -> list[Selection]:
-        found: set[ModuleNode] = set()
+        modules: set[ModuleNode] = set()
         for glob in globs:
             pattern = _compile_glob(glob)
             matched = [node for node in tree.nodes if pattern.fullmatch(node.fqn)]
             if not matched:
                 raise _no_match(f"{text} {glob!r} matches no module", tree)
-            found.update(matched)
-        return [Selection(tuple(in_order(found)), overrides)]
+            modules.update(matched)
+        return [Selection(tuple(in_order(modules)), overrides)]
 
     return UnitRule(text, select, overrides)
 
@@ -131,30 +130,30 @@ def select(tree: ModelTree, rules: Rule | Sequence[Rule]) -> list[Selection]:
 
 def replicated_modules(tree: ModelTree, rules: Rule | Sequence[Rule]) -> set[ModuleNode]:
     """Return the modules that rules match, with all below them."""
-    found: set[ModuleNode] = set()
+    modules: set[ModuleNode] = set()
     for rule in _as_rules(rules):
         for selection in _without_settings(tree, rule, "replicate"):
             for node in selection.modules:
-                found.update(tree.subtree(node))
-    split = {fqn for node in found for fqn in node.params if tree.specs[fqn].tensor_parallel}
+                modules.update(tree.subtree(node))
+    split = {fqn for node in modules for fqn in node.params if tree.specs[fqn].tensor_parallel}
     if split:
         raise PlanError(
             f"replicate has {listing(sorted(split), 6)}, a DTensor. Only parameters that every "
             "rank holds in full can be replicated. Leave its module out."
         )
-    return found
+    return modules
 
 
 def tiled_modules(tree: ModelTree, tiles: Mapping[Any, int]) -> dict[ModuleNode, int]:
     """Return in how many tiles modules compute: as the first rule for a module says; 1 is whole."""
-    found: dict[ModuleNode, int] = {}
+    numbers: dict[ModuleNode, int] = {}
     for given, number in tiles.items():
         rule = as_rule(given)
         for selection in _without_settings(tree, rule, "tiles"):
             _check_callable(rule, selection)
             for node in selection.modules:
-                found.setdefault(node, number)
-    return {node: number for node, number in found.items() if number != 1 or number is True}
+                numbers.setdefault(node, number)
+    return {node: number for node, number in numbers.items() if number != 1 or number is True}
 
 
 def _without_settings(tree: ModelTree, rule: UnitRule, argument: str) -> list[Selection]:
@@ -171,16 +170,16 @@ def _without_settings(tree: ModelTree, rule: UnitRule, argument: str) -> list[Se
 
 def _not_taken(tree: ModelTree, rule: UnitRule, taken: dict[ModuleNode, str]) -> list[Selection]:
     """Return what a rule matches and no earlier rule has; PlanError if that is nothing."""
-    found = []
+    matched = []
     for selection in rule.select(tree, taken.keys()):
         if any(node is tree.root or _has_parameters(tree, node) for node in selection.modules):
-            found.append(selection)
-    if not found:
+            matched.append(selection)
+    if not matched:
         raise _no_match(f"{rule.text} matches no module that has parameters", tree)
-    fresh = [selection for selection in found if taken.keys().isdisjoint(selection.modules)]
+    fresh = [selection for selection in matched if taken.keys().isdisjoint(selection.modules)]
     if not fresh:
         claims = []
-        for selection in found:
+        for selection in matched:
             claims += [
                 f"{node.name} (by {taken[node]})" for node in selection.modules if node in taken
             ]
@@ -202,7 +201,7 @@ def _check_callable(rule: UnitRule, selection: Selection) -> None:
         if not has_forward(node.module):
             raise PlanError(
                 f"{node.fqn} is a {type(node.module).__name__} without forward, and {rule.text} "
-                "matches it. A unit is gathered when its module is called, and a module without "
+                "matches it. A unit is unsharded when its module is called, and a module without "
                 f'forward is never called. Select its children instead: by_name("{node.fqn}.*").'
             )
 
@@ -232,14 +231,14 @@ def _rule_for(
     text: str, matches: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides
 ) -> UnitRule:
     def select(tree: ModelTree, _: Set[ModuleNode]) -> list[Selection]:
-        found = []
+        selections = []
         for node in tree.nodes:
             answer = matches(node.fqn, node.module)
             if isinstance(answer, Mapping):  # settings for this module, perhaps none
-                found.append(Selection((node,), Overrides(**{**overrides, **answer})))
+                selections.append(Selection((node,), Overrides(**{**overrides, **answer})))
             elif answer:
-                found.append(Selection((node,), overrides))
-        return found
+                selections.append(Selection((node,), overrides))
+        return selections
 
     return UnitRule(text, select, overrides)
 

@@ -54,7 +54,7 @@ Rule: TypeAlias = UnitRule | type[nn.Module] | str | Callable[[str, nn.Module], 
 def large_modules(tree: ModelTree, min_numel: int, taken: Set[ModuleNode]) -> list[ModuleNode]:
     """Return the innermost modules with that many elements in no other one of them."""
     left: dict[ModuleNode, int] = defaultdict(int)  # elements at or below a module that no unit has
-    found = []
+    large = []
     for node in tree.post_order:
         if node not in taken:
             left[node] = node.numel - sum(
@@ -62,8 +62,8 @@ def large_modules(tree: ModelTree, min_numel: int, taken: Set[ModuleNode]) -> li
             )
             if node is not tree.root and left[node] >= min_numel and is_called(node):
                 left[node] = 0
-                found.append(node)
-    return in_order(found)
+                large.append(node)
+    return in_order(large)
 
 
 def check_settings(rule: str, settings: Mapping[str, Any]) -> None:

@@ -167,11 +167,11 @@ class ModelTree:
 
     def instances(self, *classes: type) -> list[ModuleNode]:
         """The modules of these classes."""
-        found: list[ModuleNode] = []
+        instances: list[ModuleNode] = []
         for cls, nodes in self.by_class.items():
             if issubclass(cls, classes):
-                found += nodes
-        return found
+                instances += nodes
+        return instances
 
     def node(self, fqn: str) -> ModuleNode:
         """The module of a path, also of a further path of a shared module."""
@@ -229,7 +229,7 @@ def outermost(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:
 def units_around(
     tree: ModelTree, units: Sequence[Sequence[ModuleNode]]
 ) -> dict[ModuleNode, frozenset[int]]:
-    """The unit that is gathered while a module runs: the innermost around it.
+    """The unit that is unsharded while a module runs: the innermost around it.
 
     Several, by index, where a module is registered in several units.
     """
@@ -290,7 +290,7 @@ def tie_problem(tree: ModelTree, fqn: str) -> str:
     )
 
 
-# --- Whether a module is called, since FSDP2 gathers a unit only around a call of its module ----
+# --- Whether a module is called, since FSDP2 unshards a unit only around a call of it ----
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -312,10 +312,10 @@ def called_around(node: ModuleNode) -> list[ModuleNode]:
     if not node.parents or is_called(node):
         return [node]
     readers = [outer for outer in node.ancestors() if reads(outer, node)]
-    found: list[ModuleNode] = []
+    called: list[ModuleNode] = []
     for outer in readers or node.parents:
-        found += called_around(outer)
-    return outermost(found)
+        called += called_around(outer)
+    return outermost(called)
 
 
 # Such an attribute of a parameter is right on shards too: DTensor answers.

@@ -216,7 +216,7 @@ def test_a_weight_that_the_root_shares_is_the_roots() -> None:
     model.bare = model.layers[1].up.weight
     plan = plan_model(model, mesh=EIGHT)
     assert [unit.name for unit in plan.units] == ["layers.0", "layers.2", "(root)"]
-    assert "layers.1: shares a parameter with the root, so the root gathers it" in plan.notes
+    assert "layers.1: shares a parameter with the root, so the root owns it" in plan.notes
 
 
 def test_modules_of_another_dtype_are_units_of_their_own() -> None:
@@ -312,19 +312,3 @@ def test_the_root_keeps_a_tenth_of_many_layers(number: int) -> None:
     plan = plan_model(Model(layers=nn.ModuleList(pairs)), mesh=EIGHT)
     in_root = sum(plan.specs[fqn].numel for fqn in plan.units[-1].params)
     assert 0 < in_root <= 0.1 * sum(spec.numel for spec in plan.params)
-
-
-def test_running_statistics_of_each_rank_are_noted() -> None:
-    norms = nn.Sequential(
-        nn.Linear(8, 8),
-        nn.BatchNorm1d(8),
-        nn.InstanceNorm1d(8, track_running_stats=True),
-        nn.InstanceNorm1d(8),
-        nn.LayerNorm(8),
-    )
-    (note,) = plan_model(norms, mesh=EIGHT).notes
-    assert note.startswith("1, 2: running statistics are of each rank's own batches")
-    assert "convert_sync_batchnorm" in note
-    assert not plan_model(norms, mesh=MeshSpec.sharded(1)).notes
-    norms[2] = nn.Identity()
-    assert not plan_model(nn.SyncBatchNorm.convert_sync_batchnorm(norms), mesh=EIGHT).notes

@@ -319,7 +319,7 @@ def test_methods_that_cannot_gather(methods) -> None:
 def test_methods_are_in_the_plan() -> None:
     plan = plan_model(Coder(), mesh=MeshSpec.sharded(2), forward_methods=["encode", "generate"])
     assert plan.forward_methods == ("generate", "encode")
-    assert "methods that gather: generate, encode" in str(plan)
+    assert "methods that unshard: generate, encode" in str(plan)
     assert type(plan).from_dict(plan.to_dict()) == plan
     assert 'register_fsdp_forward_method(model, "encode")' in plan.to_python()
     nested = plan_model(
