@@ -80,7 +80,7 @@ def test_a_model_with_a_child_named_module_and_a_wrapped_sequential():
     assert holder(torch.ones(2, 3)).shape == (2, 3)
     line = FSDP(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 5)))
     assert isinstance(line[1], nn.ReLU)
-    assert [type(each).__name__ for each in line] == ["Linear", "ReLU", "Linear"]
+    assert [type(layer).__name__ for layer in line] == ["Linear", "ReLU", "Linear"]
     half = FSDP(nn.Linear(3, 5)).half()
     assert next(half.parameters()).dtype == torch.float16
 

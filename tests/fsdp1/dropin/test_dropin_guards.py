@@ -42,11 +42,11 @@ def test_torchs_function_acts_on_a_model_of_ours(name, monkeypatch, request):
         (guarded, guarded[0]) if "self" in torchs.parameters else (nn.Sequential(guarded),)
     ):
         given = {
-            each: model if each in ("self", "model", "module") else None
-            for each in torchs.parameters
+            argument: model if argument in ("self", "model", "module") else None
+            for argument in torchs.parameters
         }
         getattr(TorchFSDP, name)(*given.values())
-        assert any(each is model for each in calls.pop())
+        assert any(argument is model for argument in calls.pop())
 
 
 def test_for_other_models_and_callers_it_is_torchs(guarded):
@@ -92,7 +92,7 @@ def test_an_optimizer_built_before_wrapping_is_scaled_clipped_and_stepped(kind):
         )
         model = model if is_plain else FSDP(model, ignored_modules=[model[2]], use_orig_params=True)
         scaler = (torch.amp.GradScaler if is_plain else ShardedGradScaler)("cpu", init_scale=4.0)
-        found = []
+        values = []
         for _ in range(3):
             loss = model(data).square().mean()
             scaler.scale(loss).backward()
@@ -102,10 +102,10 @@ def test_an_optimizer_built_before_wrapping_is_scaled_clipped_and_stepped(kind):
                 if is_plain
                 else model.clip_grad_norm_(0.1)
             )
-            found += [loss.item(), norm.item()]
+            values += [loss.item(), norm.item()]
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        losses.append(found)
+        losses.append(values)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(set(losses[0])) == 6

@@ -135,7 +135,7 @@ def short():
 @pytest.mark.parametrize("build", [net, short])
 @distributed(world_size=2, backend="gloo")
 def test_an_optimizer_drops_what_no_sync_put_aside(set_to_none, before, build):
-    found = []
+    gradients = []
     for drops in (True, False):
         model = wrapped(build())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -147,9 +147,9 @@ def test_an_optimizer_drops_what_no_sync_put_aside(set_to_none, before, build):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.zero_grad(set_to_none=set_to_none)
         model(inputs(0)).sum().backward()
-        found.append([param.grad for param in model.parameters()])
+        gradients.append([param.grad for param in model.parameters()])
         assert not any(param.grad.requires_grad for param in model.parameters())
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("build", [net, short])
@@ -214,10 +214,10 @@ def doubled_data(param):
 @distributed(world_size=2, backend="gloo")
 def test_values_written_after_a_forward_alone_are_used(write, strategy, policy):
     plain, model = net(), FSDP(net(), sharding_strategy=strategy, auto_wrap_policy=policy)
-    for each in (plain, model):
-        each(inputs(0))  # which leaves what is not resharded after forward with the old values
+    for either in (plain, model):
+        either(inputs(0))  # which leaves what is not resharded after forward with the old values
         with torch.no_grad():
-            for param in each.parameters():
+            for param in either.parameters():
                 write(param)
     torch.testing.assert_close(model(inputs(0)), plain(inputs(0)))
     first = model(inputs(0)).sum()  # and two forwards before one backward are right
@@ -238,8 +238,8 @@ def test_hooks_of_register_hook_get_and_replace_the_reduced_part():
             return grad * 2 if name.endswith("weight") else None
 
         param.register_hook(hook)
-    for each in (model, hooked):
-        each(inputs(dist.get_rank())).sum().backward()
+    for either in (model, hooked):
+        either(inputs(dist.get_rank())).sum().backward()
     for name, param in model.named_parameters():
         assert torch.equal(seen[name], param.grad)
         factor = 2 if name.endswith("weight") else 1
@@ -379,7 +379,7 @@ def test_a_model_that_nothing_holds_is_freed(is_trained):
             optimizer.step()
             FSDP.optim_state_dict(model, optimizer)
             del optimizer
-        held = [weakref.ref(each) for each in (model, model.module, *model.parameters())]
+        held = [weakref.ref(part) for part in (model, model.module, *model.parameters())]
         del model
         gc.collect()
-        assert not [each() for each in held if each() is not None]
+        assert not [part() for part in held if part() is not None]

@@ -38,13 +38,13 @@ class Body(nn.Module):
         self.embed = nn.Embedding(7, 32)
         self.up, self.down = nn.Linear(32, 5), nn.Linear(5, 32)
         self.frozen = nn.Linear(32, 32).requires_grad_(False)
-        self.apart = nn.Linear(32, 32)
+        self.ignored = nn.Linear(32, 32)
         self.head = nn.Linear(32, 7, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        return self.head(self.apart(self.frozen(x + self.down(self.up(x).relu()))))
+        return self.head(self.ignored(self.frozen(x + self.down(self.up(x).relu()))))
 
 
 class Parent(nn.Module):
@@ -66,7 +66,7 @@ def wrapped(whole: bool = False) -> nn.Module:
     net.body.frozen, net.body.up = FSDP(net.body.frozen), FSDP(net.body.up)
     if whole:
         return FSDP(net)
-    net.body = FSDP(net.body, ignored_modules=[net.body.apart])
+    net.body = FSDP(net.body, ignored_modules=[net.body.ignored])
     return net
 
 
@@ -111,14 +111,14 @@ def plain_state(name: str) -> tuple[dict[str, Any], list[float], list[float]]:
     model = Parent()
     optimizer = OPTIMIZERS[name](two_groups(model))
     losses = train(model, optimizer, range(3))
-    found, named = optimizer.state_dict(), {param: fqn for fqn, param in model.named_parameters()}
+    state, named = optimizer.state_dict(), {param: fqn for fqn, param in model.named_parameters()}
     names = [named[param] for group in optimizer.param_groups for param in group["params"]]
     groups = [
         {**group, "params": sorted(names[n] for n in group["params"])}
-        for group in found["param_groups"]
+        for group in state["param_groups"]
     ]
     by_name = {
-        "state": {names[n]: entry for n, entry in found["state"].items()},
+        "state": {names[n]: entry for n, entry in state["state"].items()},
         "param_groups": groups,
     }
     return copy.deepcopy(by_name), losses, train(model, optimizer, range(3, 6))
@@ -173,8 +173,8 @@ def test_state_is_that_of_plain_training_and_training_goes_on_from_it():
         weights = copy.deepcopy(model.state_dict())
         full = FSDP.optim_state_dict(model, optimizer)
         assert_same(full["state"], expected["state"])
-        for found, group in zip(full["param_groups"], expected["param_groups"], strict=True):
-            assert_same({**found, "params": sorted(found["params"])}, group)
+        for own, group in zip(full["param_groups"], expected["param_groups"], strict=True):
+            assert_same({**own, "params": sorted(own["params"])}, group)
         assert_same(
             FSDP.optim_state_dict(model, optimizer, copy.deepcopy(optimizer.state_dict())), full
         )
@@ -207,7 +207,7 @@ def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
         OPTIMIZERS["adamw"],
     )
     net.body.frozen, net.body.up = TorchFSDP(net.body.frozen, **own), TorchFSDP(net.body.up, **own)
-    net.body = TorchFSDP(net.body, ignored_modules=[net.body.apart], **own)
+    net.body = TorchFSDP(net.body, ignored_modules=[net.body.ignored], **own)
     theirs = make(list(net.parameters()))
     train(net, theirs, range(3))
     ours = wrapped()

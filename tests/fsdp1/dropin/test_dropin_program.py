@@ -37,8 +37,8 @@ def test_every_public_name_is_torchs_own(module):
         for name in public
         if name[0] != "_" and not isinstance(getattr(torchs, name), ModuleType)
     }
-    found = {name: (getattr(ours, name), getattr(torchs, name)) for name in names}
-    assert {name for name, (mine, its) in found.items() if mine is not its} == OURS & names
+    objects = {name: (getattr(ours, name), getattr(torchs, name)) for name in names}
+    assert {name for name, (mine, its) in objects.items() if mine is not its} == OURS & names
 
 
 def test_the_class_is_one_and_ours():

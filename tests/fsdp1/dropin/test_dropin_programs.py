@@ -8,6 +8,7 @@ which are bounded below.
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 
@@ -112,7 +113,7 @@ def fail_if_any(differences):
     """Together, since a rank that raised alone would leave the other one waiting."""
     everybodys = [None] * dist.get_world_size()
     dist.all_gather_object(everybodys, [text for text in differences if text])
-    assert not any(everybodys), "\n".join(text for each in everybodys for text in each)
+    assert not any(everybodys), "\n".join(itertools.chain(*everybodys))
 
 
 def compare(runs):
@@ -161,8 +162,8 @@ def test_full_checkpoints_go_both_ways(name, tmp_path):
     # drop-in's.
     expected = losses(name, shlex.split(resume.format(at=tmp_path / "torch")), "torch")
     by, of = [("torch", ours), (ours, "torch")][list(FULL).index(name) // 2 % 2]
-    found = losses(name, shlex.split(resume.format(at=tmp_path / of)), by)
-    fail_if_any([difference(f"{name}: {by} from {of}", expected, found, bound)])
+    resumed = losses(name, shlex.split(resume.format(at=tmp_path / of)), by)
+    fail_if_any([difference(f"{name}: {by} from {of}", expected, resumed, bound)])
 
 
 @pytest.mark.parametrize("name", SHARDED)

@@ -175,13 +175,13 @@ def test_loading():
 
     other = dist.device_mesh.init_device_mesh("cpu", (1, 2))
     placed = [dist.tensor.Replicate(), dist.tensor.Shard(0)]
-    odd = {
+    other_layout = {
         name: dist.tensor.distribute_tensor(v, other, placed)
         if getattr(v, "ndim", 0) and name != "counts"
         else v
         for name, v in wanted.items()
     }
-    wiped(model).load_state_dict(odd)
+    wiped(model).load_state_dict(other_layout)
     assert is_same(model.state_dict(), wanted)
 
     with quiet():

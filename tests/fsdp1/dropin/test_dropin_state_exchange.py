@@ -45,9 +45,9 @@ def test_sharded_files_go_both_ways_between_fsdp1_and_the_drop_in(tmp_path: Path
             dcp.load(state, checkpoint_id=tmp_path / name)
             target.load_state_dict(state["model"], strict=False)
             kind.set_state_dict_type(target, FULL)
-            found = target.state_dict()
+            loaded = target.state_dict()
             assert is_same(
-                {name: found[name] for name in _tensors(source)},
+                {name: loaded[name] for name in _tensors(source)},
                 {n: wanted[n] for n in _tensors(source)},
             )
 
@@ -69,10 +69,14 @@ def test_get_and_set_state_dict_of_torch_checkpoint():
     source = FSDP(broadcastable(1), auto_wrap_policy=BLOCKS)
     for model in (source, Around(source)):
         prefix = "" if model is source else "inner."
-        found = dsd.get_model_state_dict(model)
-        assert isinstance(found[f"{prefix}embed.weight"], DTensor)
+        sharded = dsd.get_model_state_dict(model)
+        assert isinstance(sharded[f"{prefix}embed.weight"], DTensor)
         assert is_same(
-            {name.removeprefix(prefix): v for name, v in found.items() if name.startswith(prefix)},
+            {
+                name.removeprefix(prefix): v
+                for name, v in sharded.items()
+                if name.startswith(prefix)
+            },
             wanted,
         )
     assert is_same(dsd.get_model_state_dict(source, options=options(full_state_dict=True)), wanted)
@@ -113,16 +117,16 @@ def test_get_and_set_state_dict_of_torch_checkpoint():
         dsd.set_state_dict(model, fresh, **arguments)
         assert is_same(model.state_dict(), source.state_dict())
         moments = [
-            [each.state[param]["exp_avg"] for param in each.param_groups[0]["params"]]
-            for each in (optimizer, fresh)
+            [optim.state[param]["exp_avg"] for param in optim.param_groups[0]["params"]]
+            for optim in (optimizer, fresh)
         ]
         assert any(moment.any() for moment in moments[0])
         assert all(map(torch.equal, *moments))
     checkpointed = FSDP(checkpoint_wrapper(net(1)))
     assert list(dsd.get_model_state_dict(checkpointed)) == list(wanted)
-    odd = nn.Linear(2, 2)
-    odd.module = FSDP(nn.Linear(2, 2))  # a name that FSDP1's wrapper has too
-    assert list(dsd.get_model_state_dict(FSDP(odd))) == [
+    outer = nn.Linear(2, 2)
+    outer.module = FSDP(nn.Linear(2, 2))  # a name that FSDP1's wrapper has too
+    assert list(dsd.get_model_state_dict(FSDP(outer))) == [
         "weight",
         "bias",
         "module.weight",

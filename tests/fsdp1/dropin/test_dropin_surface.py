@@ -122,7 +122,7 @@ def all_gathers(wrapper, strategy, **arguments):
     model = wrapper(
         net, auto_wrap_policy=policy, sharding_strategy=strategy, device_mesh=mesh, **arguments
     )
-    found = []
+    counts = []
     for _ in range(2):
         for micro in range(3):
             with model.no_sync() if micro < 2 else nullcontext():
@@ -130,9 +130,9 @@ def all_gathers(wrapper, strategy, **arguments):
                     loss = model(torch.ones(2, 4)).float().sum()
                 with comm_counts() as backward:
                     loss.backward()
-            found.append((forward.all_gathers, backward.all_gathers))
+            counts.append((forward.all_gathers, backward.all_gathers))
         model.zero_grad()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("precision", [None, BF16])

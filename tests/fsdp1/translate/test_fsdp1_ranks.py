@@ -248,52 +248,55 @@ def fails(error, match, model, **arguments):
 
 @distributed(world_size=4, backend="gloo")
 def test_what_one_rank_is_told_otherwise_is_an_error_on_all():
-    odd = dist.get_rank() == 2
+    differs = dist.get_rank() == 2
     model = Decoder()
     before = snapshot(model)
     fails(
         PlanError,
         "differs from rank 0 in .*reshard_after_forward of unit",
         model,
-        sharding_strategy="SHARD_GRAD_OP" if odd else "FULL_SHARD",
+        sharding_strategy="SHARD_GRAD_OP" if differs else "FULL_SHARD",
         **BLOCKS,
     )
     fails(
-        PlanError, "rank 2 differs from rank 0 in sync_module_states", model, sync_module_states=odd
+        PlanError,
+        "rank 2 differs from rank 0 in sync_module_states",
+        model,
+        sync_module_states=differs,
     )
     precision = MixedPrecision(
-        torch.bfloat16, buffer_dtype=torch.bfloat16 if odd else torch.float32
+        torch.bfloat16, buffer_dtype=torch.bfloat16 if differs else torch.float32
     )
     fails(PlanError, "rank 2 differs from rank 0 in buffer_dtype", model, mixed_precision=precision)
     with pytest.raises(
-        TranslationError if odd else PlanError, match="auto_wrap_policy 3 raised TypeError"
+        TranslationError if differs else PlanError, match="auto_wrap_policy 3 raised TypeError"
     ):
-        shard_like_fsdp1(model, auto_wrap_policy=3 if odd else None)
-    if odd:
+        shard_like_fsdp1(model, auto_wrap_policy=3 if differs else None)
+    if differs:
         model.register_buffer("more", torch.ones(2))
     for sync in (True, False):
         fails(PlanError, "rank 2 differs from rank 0 in more", model, sync_module_states=sync)
-    if odd:
+    if differs:
         del model.more
     assert snapshot(model) == before
 
 
 @distributed(world_size=4, backend="gloo")
 def test_an_initializer_that_fails_or_is_missing_is_an_error_on_all():
-    def make(module, odd):
-        if odd and isinstance(module, nn.Embedding):
+    def make(module, differs):
+        if differs and isinstance(module, nn.Embedding):
             raise OSError("no such file")
         module.to_empty(device="cpu", recurse=False)
 
     with torch.device("meta"):
         first, second, third = Decoder(), Decoder(), Block()
         third.scale = nn.Parameter(torch.ones(3))
-    odd = dist.get_rank() == 1
+    differs = dist.get_rank() == 1
     fails(
         TranslationError,
         "OSError: no such file",
         first,
-        param_init_fn=functools.partial(make, odd=odd),
+        param_init_fn=functools.partial(make, differs=differs),
         **BLOCKS,
     )
     fails(

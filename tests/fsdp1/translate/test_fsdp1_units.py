@@ -46,19 +46,19 @@ def owners_in_fsdp1(model, **arguments):
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
     wrapped = {
-        names[id(each._fsdp_wrapped_module)]: each
-        for each in FullyShardedDataParallel.fsdp_modules(
+        names[id(wrapper._fsdp_wrapped_module)]: wrapper
+        for wrapper in FullyShardedDataParallel.fsdp_modules(
             fsdp1(model, use_orig_params=True, **arguments)
         )
     }
-    found = {}
-    for name, each in wrapped.items():
+    owners = {}
+    for name, wrapper in wrapped.items():
         unit = name
         while unit and not (unit in wrapped and has_forward(wrapped[unit]._fsdp_wrapped_module)):
             unit = unit.rpartition(".")[0]
-        for param in each._handle.flat_param._fqns if each._handle is not None else ():
-            found[f"{name}.{param}".lstrip(".")] = unit, wrapped[unit].mixed_precision.param_dtype
-    return found
+        for param in wrapper._handle.flat_param._fqns if wrapper._handle is not None else ():
+            owners[f"{name}.{param}".lstrip(".")] = unit, wrapped[unit].mixed_precision.param_dtype
+    return owners
 
 
 def owners_in_plan(plan):

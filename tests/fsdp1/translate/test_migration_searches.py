@@ -46,7 +46,7 @@ def source(tmp_path_factory):
     return folder
 
 
-def found(pattern, source):
+def matches(pattern, source):
     """The lines that the page's command prints for a pattern."""
     command = ["grep", "-rnE", "--include=*.py", "-e", pattern, "src/"]
     run = subprocess.run(command, cwd=source.parent, capture_output=True, text=True)
@@ -56,11 +56,11 @@ def found(pattern, source):
 
 def test_each_search_finds_a_line(source):
     assert len(SEARCHES) > 20
-    assert [pattern for pattern in SEARCHES if not found(pattern, source)] == []
+    assert [pattern for pattern in SEARCHES if not matches(pattern, source)] == []
 
 
 def test_the_searches_find_what_must_change(source):
-    lines = {line for pattern in SEARCHES for line in found(pattern, source)}
+    lines = {line for pattern in SEARCHES for line in matches(pattern, source)}
     for part in (OTHERS + LINES).strip().splitlines():
         assert any(part.strip() in line for line in lines), part
 
