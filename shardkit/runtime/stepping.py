@@ -136,7 +136,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held: set[int] = set()
     for group in optimizer.param_groups:
         held.update(map(id, group["params"]))
-        check_awake(group["params"])
+        if asleep:
+            check_awake(group["params"])
     stepped = _stepped.get(optimizer)
     if stepped is None or stepped.held != held:
         stepped = _first_look(optimizer, held)
