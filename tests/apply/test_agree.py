@@ -34,6 +34,7 @@ from shardkit import (
     shard_model,
 )
 from shardkit.apply import shard as apply
+from shardkit.apply import validate
 from shardkit.errors import ShardkitError
 from shardkit.fsdp1 import shard_like_fsdp1
 from shardkit.ranks import Groups, raise_on_all_ranks
@@ -124,6 +125,19 @@ def test_a_tensor_that_cannot_be_split_is_named() -> None:
         shard_model(model)
     with fake_world(2):
         shard_model(whole(), ignored_params=["layers.1.up.weight", "layers.2.up.weight"])
+
+
+def test_integers_are_refused_by_a_torch_that_cannot_shard_them() -> None:
+    model = Decoder()
+    model.norm.register_parameter("codes", nn.Parameter(torch.arange(8), requires_grad=False))
+    before = dict(model.named_parameters())
+    with (
+        fake_world(2),
+        mock.patch.object(validate, "SHARDS_INTEGERS", False),
+        pytest.raises(PlanError, match=r"norm\.codes is of torch.int64, .* ignored_params"),
+    ):
+        shard_model(model)
+    assert all(param is before[name] for name, param in model.named_parameters())
 
 
 @pytest.mark.parametrize("reshard", [None, 2])

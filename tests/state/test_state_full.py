@@ -97,7 +97,7 @@ def test_arguments_that_differ_between_ranks_are_named_on_every_rank():
         with pytest.raises(ShardkitError, match=f"^rank 1 differs from rank 0 in {argument}"):
             call()
     with pytest.raises(
-        ShardkitError, match=r"rank 1 differs from rank 0 in .*recurse \(nothing instead of true\)"
+        ShardkitError, match=r"rank 1 differs from rank 0 in .*writeback \(nothing instead of false"
     ):
         full_state_dict(model) if odd else full_params(model).__enter__()
     assert_same_state(full_state_dict(model, rank0_only=False), state)
