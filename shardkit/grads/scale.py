@@ -231,10 +231,10 @@ class GradScaler(UnscalingGradScaler):
         meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
         reduced = set()
         for mesh in meshes:
-            for group in mesh.get_all_groups():
-                if group.size() > 1 and group not in reduced:
-                    reduced.add(group)
+            for ranks in mesh.get_all_groups():
+                if ranks.size() > 1 and ranks not in reduced:
+                    reduced.add(ranks)
                     # where the mesh reduces: offloaded shards are elsewhere
                     found_inf = found_inf.to(mesh.device_type)
-                    dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+                    dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=ranks)
         return found_inf.to(device)

@@ -275,7 +275,7 @@ def _assertion_hook() -> Any:
 def call_stack(seat: Seat) -> str:
     """Return the call's frames in faulthandler's dump, most recent last, without the worker's."""
     dump = seat.stack.read_text()
-    frames = []
+    frames: list[str] = []
     for line in dump.splitlines():
         if line.startswith("  File"):
             if __file__ in line:

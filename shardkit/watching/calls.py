@@ -155,7 +155,7 @@ def _row(seen: Seen, rank: int, difference: Difference | None) -> str:
     """
     number, last = max(calls_of(seen.record).items(), default=(0, ("none", "")))
     call = difference.calls.get(rank) if difference else None
-    parts = [seen.gone]
+    parts: list[str | None] = [seen.gone]
     if difference is not None and call is not None:
         parts += call
         if number != difference.number:
