@@ -87,4 +87,5 @@ class ClearableUnit(WaitingUnit):
 def let_optimizers_clear(unit: Any) -> None:
     """Let ``optimizer.zero_grad()`` drop a unit's waiting gradients from now on. Local."""
     if type(unit) is FSDPParamGroup:  # the drop-in's units can do it already
-        unit.__class__, unit.waiting = ClearableUnit, []
+        unit.__class__ = ClearableUnit
+        vars(unit)["waiting"] = []

@@ -421,7 +421,7 @@ def _attributes_of(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _put_fakes(model: nn.Module, plan: ShardingPlan) -> None:
-    dtypes = {}
+    dtypes: dict[str, torch.dtype | None] = {}
     for unit in plan.units:
         dtypes.update(dict.fromkeys(unit.params, unit.mp_policy.param_dtype))
     fakes: dict[Tensor, Tensor] = {}

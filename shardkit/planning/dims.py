@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from shardkit.errors import listing
 from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, is_world_size
@@ -30,8 +31,8 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     stay as they are.
     """
     # What could be on another dim, by shape and dtype: the dims, and the bytes that this saves.
-    possible: dict[object, dict[str, int]] = defaultdict(dict)
-    saving: dict[object, int] = defaultdict(int)
+    possible: dict[Any, dict[str, int]] = defaultdict(dict)
+    saving: dict[Any, int] = defaultdict(int)
     for unit in plan.units:
         if is_world_size(unit.reshard_after_forward):  # torch reshards to fewer ranks on dim 0 only
             continue

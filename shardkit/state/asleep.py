@@ -148,8 +148,10 @@ def _storages_on_device(holder: nn.Module | Optimizer) -> list[UntypedStorage]:
         values += tree_leaves(list(holder.state.values()))
     types = set()
     for param in params:
-        is_sharded = isinstance(param, DTensor)
-        types.add(param.device_mesh.device_type if is_sharded else param.device.type)
+        if isinstance(param, DTensor):
+            types.add(param.device_mesh.device_type)
+        else:
+            types.add(param.device.type)
     device = next(iter(types - {"cpu"}), "cpu")
     storages: dict[UntypedStorage, None] = {}
     for value in values:

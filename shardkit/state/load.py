@@ -351,7 +351,7 @@ def live_state(model: nn.Module) -> ModelState:
     Local.
     """
     state = writable(model_state(model))
-    live = set()
+    live: set[int] = set()
     for module in model.modules():
         live.update(map(id, module._parameters.values()))
         live.update(map(id, module._buffers.values()))

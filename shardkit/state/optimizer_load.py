@@ -240,7 +240,7 @@ def install(
 
 
 def _restore_dtypes(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any]
+    optimizer: Optimizer, names: Mapping[Any, str], state: Mapping[str, Any]
 ) -> None:
     """Put back the tensors that ``load_state_dict`` cast to their parameter's dtype."""
     for param, kept in optimizer.state.items():

@@ -285,7 +285,10 @@ class Watcher:
         # its own with the first one's.
         calls_of_first = self._read(f"{first} calls") or NOTHING
         difference = first_difference({first: calls_of_first, self._rank: record})
-        short = {key: record[key] for key in ("idle", "beat", "left", "failed") if key in record}
+        short: dict[str, Any] = {}
+        for key in ("idle", "beat", "left", "failed"):
+            if key in record:
+                short[key] = record[key]
         short["differs"] = difference is not None and difference.is_certain
         self._write(str(self._rank), short)
         report = self._read("report")
