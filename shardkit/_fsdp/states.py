@@ -75,6 +75,18 @@ def roots_of(model: nn.Module) -> list[Any]:
     return roots
 
 
+def reset_iteration(root: Any) -> None:
+    """Abandon the forward or backward under way below a root: wait for its collectives, and
+    reshard. Local.
+    """
+    if hasattr(root, "reset_iter_state"):  # since torch 2.13
+        root.reset_iter_state()
+    else:
+        from shardkit._fsdp.before_2_13 import reset_iter_state
+
+        reset_iter_state(root)
+
+
 def drop_unreduced_gradients(unit: FSDPUnit, params: Iterable[Any] | None = None) -> None:
     """Drop the gradients of a unit, or of some of its ``fsdp_params``, that backward kept to be
     reduced later.

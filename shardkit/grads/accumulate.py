@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal
 
-import torch
 from torch import nn
 
 from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.collectives import reduce_unused
 from shardkit._fsdp.states import (
     drop_unreduced_gradients,
+    reset_iteration,
     roots_of,
     units_unsharded_until_backward,
     unsharded_until_backward,
 )
 from shardkit._fsdp.waiting import let_optimizers_clear
-from shardkit._torch import named_sharded_parameters, sharded_parameters, torch_version
+from shardkit._torch import named_sharded_parameters, sharded_parameters
 from shardkit._torch.steps import steps_in_backward
 from shardkit.errors import ShardkitError
 from shardkit.ranks import check_module, note
@@ -141,9 +141,6 @@ def reset_after_error(model: nn.Module) -> None:
         model: all FSDP roots that took part must be in it, or around it; a plain model only loses
             its gradients.
 
-    Raises:
-        ShardkitError: with torch 2.11 and 2.12, which cannot abandon a forward or backward.
-
     Examples:
         >>> failed = False
         >>> try:
@@ -153,13 +150,7 @@ def reset_after_error(model: nn.Module) -> None:
         >>> if failed:
         ...     reset_after_error(model)
     """
-    roots = roots_of(model)
-    if roots and torch_version() < (2, 13):
-        raise ShardkitError(
-            f"torch {torch.__version__} cannot abandon a forward or backward: that needs torch "
-            "2.13 or newer. Restart from a checkpoint."
-        )
-    for root in roots:
-        root.reset_iter_state()
+    for root in roots_of(model):
+        reset_iteration(root)
         zero_grad(root)
     zero_grad(model)

@@ -22,7 +22,6 @@ from torch import nn
 
 import shardkit
 from benchmarks.models import Llama, Shape
-from shardkit._torch import torch_version
 from shardkit.memory import estimate
 from shardkit.state import sleep, wake
 from shardkit.testing import fake_world
@@ -48,7 +47,6 @@ def test_sleep_and_wake() -> None:
 
 
 @needs_gpu
-@pytest.mark.skipif(torch_version() < (2, 13), reason="torch cannot abandon a step")
 def test_out_of_memory_and_on() -> None:
     model = sharded()
     optimizer = adamw(model.parameters())

@@ -310,19 +310,6 @@ def test_an_optimizer_in_backward_keeps_nothing_to_add_to():
 # reset_after_error: the next step is that of a model that never failed.
 
 
-can_reset = pytest.mark.skipif(torch_version() < (2, 13), reason="torch cannot abandon a step")
-
-
-@pytest.mark.skipif(torch_version() >= (2, 13), reason="torch can abandon a step")
-def test_a_reset_needs_a_newer_torch():
-    with fake_world(4):
-        net = Net()
-        fully_shard(net)
-        net(torch.zeros(2, 5, dtype=torch.long))
-        with pytest.raises(ShardkitError, match=r"needs torch 2\.13"):
-            reset_after_error(net)
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "fewer ranks": {"reshard_after_forward": 2},
     "hsdp": {"shape": MESHES["hsdp"], "reshard_after_forward": True},
@@ -395,7 +382,6 @@ def fail(net: nn.Module, failing: Failing, where: str, ids: Tensor, **options: A
     failing.where = ""
 
 
-@can_reset
 @pytest.mark.parametrize("settings", SETTINGS)
 @distributed(world_size=4, backend="gloo")
 def test_the_next_step_is_that_of_a_model_that_never_failed(settings):
@@ -420,7 +406,6 @@ def test_the_next_step_is_that_of_a_model_that_never_failed(settings):
     assert dirty >= len(FAILURES), "there was nothing to reset"
 
 
-@can_reset
 def test_several_roots_before_and_after_their_first_forward_and_plain_models():
     with fake_world(4):
         both = nn.ModuleList([Net(), Net()])

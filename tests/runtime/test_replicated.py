@@ -30,7 +30,6 @@ from shardkit import (
     plan_model,
     shard_model,
 )
-from shardkit._torch import torch_version
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.grads import accumulate, clip_grad_norm_, reset_after_error
 from shardkit.grads.scale import set_gradient_reduction
@@ -227,12 +226,11 @@ def test_ranks_that_use_different_ones_and_errors() -> None:
     model.zero_grad()
     with pytest.raises(ZeroDivisionError), accumulate(model, last=False):
         (loss_of(model, rank).backward(), 1 / 0)
-    if torch_version() >= (2, 13):
-        handle = model.blocks[0].linear.register_full_backward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(model, rank).backward()
-        handle.remove()
-        reset_after_error(model)
+    handle = model.blocks[0].linear.register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, rank).backward()
+    handle.remove()
+    reset_after_error(model)
     # as load_state_dict(assign=True) would
     model.scale = nn.Parameter(model.scale.detach().clone())
     for _ in range(2):
