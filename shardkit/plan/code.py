@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sequence
-from dataclasses import replace
-
-from torch.distributed.fsdp import CPUOffloadPolicy
+from itertools import groupby
 
 from shardkit.errors import listing
-from shardkit.plan.check import children_first
 from shardkit.plan.data import PlanData, mp_policy_to_dict
-from shardkit.plan.text import calls, counted, fold
 from shardkit.plan.types import ShardUnit
 
-# Code has those of them that it uses.
-_IMPORTS = """\
-import functools
-import itertools
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.checkpoint import checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
-"""
-
-# Functions that the code needs. They repeat ours as text: it must run without shardkit.
+# Functions that the code needs, each with its imports. They repeat ours as text: it must run
+# without shardkit.
 
 _CHECKPOINT = """
+import functools
+from torch.utils import checkpoint
+
 def checkpoint_forward(module, **options):
     # Backward runs forward again, and what it adds to buffers, such as running statistics, is
     # added twice.
     module.forward = functools.wraps(module.forward)(
-        functools.partial(checkpoint, module.forward, use_reentrant=False, **options)
+        functools.partial(checkpoint.checkpoint, module.forward, use_reentrant=False, **options)
     )
 """
 
 _SELECTIVE = """
+import itertools
+
 def selective():
     # Saves attention, unless it draws random numbers for dropout, and every other matrix product.
     is_saved = {again: itertools.cycle([True, False]) for again in (False, True)}  # torch < 2.13 asks again
@@ -53,12 +35,15 @@ def selective():
         is_product = op.name() in ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
         is_attention = ("attention" in op.name() or "attn" in op.name()) and not given.get("dropout_p")
         saves = next(is_saved[context.is_recompute]) if is_product else is_attention
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+        policies = checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if saves else policies.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return checkpoint.create_selective_checkpoint_contexts(policy)
 """
 
 _COMPUTE_IN = """
+import functools
+
 def compute_in(module, dtype):
     # With its replicated parameters cast, as fully_shard casts by mp_policy.
     forward = module.forward
@@ -78,6 +63,9 @@ def compute_in(module, dtype):
 """
 
 _TILES = """
+import functools
+from torch.utils.checkpoint import checkpoint as recompute
+
 def tile_forward(module, tiles):
     forward = module.forward
 
@@ -85,7 +73,7 @@ def tile_forward(module, tiles):
         def tile(part):
             return forward(part.contiguous(), *args, **kwargs)
 
-        return torch.cat([checkpoint(tile, part, use_reentrant=False) for part in x.chunk(tiles, -2)], -2)
+        return torch.cat([recompute(tile, part, use_reentrant=False) for part in x.chunk(tiles, -2)], -2)
 
     module.forward = functools.wraps(forward)(in_tiles)
 """
@@ -111,16 +99,15 @@ for index, unit in enumerate(units):
 _REDUCE = """
 def reduce_replicated():
     # Call it after the last backward of each step, before clipping and optimizer.step().
-    trained = [param for param in replicated if param.requires_grad]
-    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in trained]
-    used = torch.tensor([float(param.grad is not None) for param in trained], device=device_type)
-    flat = torch.cat([used, *(grad.flatten() for grad in grads)])  # in float32 or wider
-    for axis in range(mesh.ndim):
-        dist.all_reduce(flat, group=mesh.get_group(axis))
-    used, *totals = flat.split([len(grads), *(grad.numel() for grad in grads)])
-    for param, ranks, total in zip(trained, used.tolist(), totals):
-        if ranks:
-            param.grad = (total / mesh.size()).view(param.shape).to(param.dtype)
+    for param in replicated:
+        if param.requires_grad:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            used = torch.tensor([float(param.grad is not None)], device=device_type)
+            total = torch.cat([used, grad.flatten()])  # in float32 or wider
+            for axis in range(mesh.ndim):
+                torch.distributed.all_reduce(total, group=mesh.get_group(axis))
+            if total[0]:
+                param.grad = (total[1:] / mesh.size()).view(param.shape).to(param.dtype)
 """
 
 
@@ -129,11 +116,12 @@ def python(plan: PlanData, before: str = "") -> str:
 
     ``before`` is code to run once the mesh is there and nothing is sharded.
     """
+    code = ["import torch", "from torch.distributed import fsdp"]
+    code.append("from torch.distributed.device_mesh import init_device_mesh")
     policies = {unit.checkpoint_activations for unit in plan.units} - {False}
-    cast = plan.replicated_modules()
-    code = []
     for policy in sorted(map(str, policies - {True, "selective"})):
         code.append(f"import {policy.partition(':')[0]}")
+    cast = plan.replicated_modules()
     if policies:
         code.append(_CHECKPOINT)
     if "selective" in policies:
@@ -145,7 +133,7 @@ def python(plan: PlanData, before: str = "") -> str:
     if any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units):
         code.append(_DIVIDE)
 
-    code += ["", *_setup_code(plan), *before.splitlines(), ""]
+    code += ["", *_setup(plan), before]
     for note in plan.notes:
         code.append(f"# note: {note}")
     skipped = [unit.name for unit in plan.units if unit.may_skip]
@@ -154,39 +142,29 @@ def python(plan: PlanData, before: str = "") -> str:
             "# Not in this code: may_skip, which torch lacks; each rank must call "
             f"{listing(skipped, 6)} in every step, or the others wait."
         )
-    if cast:
-        code.append(f"for name, dtype in {cast}.items():")
-        code.append("    compute_in(model.get_submodule(name), dtype)")
+    for fqn, dtype in cast.items():
+        code.append(f"compute_in({_module(fqn)}, {dtype})")
     for fqn, tiles in plan.tiles:
-        code.append(f"tile_forward({_module(_quoted(fqn))}, {tiles})")
-    for run in _runs_in_order(plan):
-        code += _run_code(plan, run)
+        code.append(f"tile_forward({_module(fqn)}, {tiles})")
+    for calls, units in groupby(plan.units, lambda unit: _calls(plan, unit)):
+        code.append("for names in [")
+        for unit in units:
+            code.append(f"    {list(unit.modules)},")
+        code.append("]:")
+        code.append("    modules = [model.get_submodule(name) for name in names]")
+        code += calls
     if plan.prefetch:
         names = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]
-        code.append(_PREFETCH.format(names=names, ahead=plan.prefetch).rstrip())
+        code.append(_PREFETCH.format(names=names, ahead=plan.prefetch))
     if plan.replicated:
-        code.append(_REDUCE.rstrip())
+        code.append(_REDUCE)
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
-        code.append(f"register_fsdp_forward_method({_module(_quoted(fqn))}, {_quoted(method)})")
-    text = "\n".join([*code, ""])
-    imports = []
-    for line in _IMPORTS.splitlines():
-        if re.search(rf"\b{line.split()[-1]}[(.,]", text):
-            imports.append(line)
-    return "\n".join([*imports, text])
+        code.append(f"fsdp.register_fsdp_forward_method({_module(fqn)}, {method!r})")
+    return "\n".join([*code, ""])
 
 
-def _runs_in_order(plan: PlanData) -> list[list[ShardUnit]]:
-    """Return the units in loops, unless these would shard a module before one inside of it."""
-    runs = fold(plan.units, calls)
-    units = [unit for run in runs for unit in run]
-    if any(children_first(replace(plan, units=tuple(units)))):
-        return [[unit] for unit in plan.units]
-    return runs
-
-
-def _setup_code(plan: PlanData) -> list[str]:
+def _setup(plan: PlanData) -> list[str]:
     mesh = plan.mesh
     code = ['device_type = "cuda" if torch.cuda.is_available() else "cpu"']
     code.append(
@@ -200,13 +178,11 @@ def _setup_code(plan: PlanData) -> list[str]:
         )
     dims = [pair for unit in plan.units for pair in unit.shard_dims]
     if dims:
-        code.append("dims = {")
+        code.append("from torch.distributed.tensor import Shard")
+        code.append("placements = {")
         for fqn, dim in dims:
-            code.append(f"    {_quoted(fqn)}: {dim},")
+            code.append(f"    model.get_parameter({fqn!r}): Shard({dim}),")
         code.append("}")
-        code.append(
-            "placements = {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}"
-        )
     if plan.unsharded:
         code.append(
             f"ignored_params = {{model.get_parameter(name) for name in {list(plan.unsharded)}}}"
@@ -219,69 +195,47 @@ def _setup_code(plan: PlanData) -> list[str]:
     return code
 
 
-def _run_code(plan: PlanData, run: Sequence[ShardUnit]) -> list[str]:
-    """Return the code of units that differ in one number: a loop over it, if they are several."""
-    if len(run) == 1:
-        return _unit_code(plan, run[0], [_quoted(fqn) for fqn in run[0].modules])
-    around, first = counted(run[0])
-    assert first is not None  # only counted units are folded into a run
-    names = []
-    for parts in around:
-        before, after = (
-            _quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in parts
-        )
-        names.append(f'f"{before}{{i}}{after}"')
-    code = [f"for i in range({first}, {first + len(run)}):"]
-    for line in _unit_code(plan, run[0], names):
-        code.append("    " + line)
-    return code
-
-
-def _unit_code(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> list[str]:
-    """Return the code of a unit whose modules have these names, as Python expressions."""
-    targets = ", ".join(map(_module, names))
+def _calls(plan: PlanData, unit: ShardUnit) -> list[str]:
+    """Return the code that makes ``modules`` this unit. Units with the same code share a loop."""
     code = []
-    if unit.checkpoint_activations or unit.compile:
-        code.append(f"for module in [{targets}]:")
-    if unit.checkpoint_activations is True:
-        code.append("    checkpoint_forward(module)")
-    elif unit.checkpoint_activations == "selective":
-        code.append("    checkpoint_forward(module, context_fn=selective)")
-    elif unit.checkpoint_activations:
-        policy = str(unit.checkpoint_activations).replace(":", ".")
-        contexts = f"functools.partial(create_selective_checkpoint_contexts, {policy})"
-        code.append(f"    checkpoint_forward(module, context_fn={contexts})")
+    if unit.checkpoint_activations:
+        options = ""
+        if unit.checkpoint_activations == "selective":
+            options = ", context_fn=selective"
+        elif unit.checkpoint_activations is not True:
+            policy = unit.checkpoint_activations.replace(":", ".")
+            contexts = "checkpoint.create_selective_checkpoint_contexts"
+            options = f", context_fn=functools.partial({contexts}, {policy})"
+        code.append("    for module in modules:")
+        code.append(f"        checkpoint_forward(module{options})")
     if unit.compile:
-        code.append("    module.forward = torch.compile(module.forward)")
+        code.append("    for module in modules:")
+        code.append("        module.forward = torch.compile(module.forward)")
 
     mesh = "mesh" if plan.mesh.shard_axes == 1 else "joined"
     if unit.mesh is not None:
-        mesh = f"mesh[{', '.join(map(_quoted, plan.mesh_of(unit).axis_names))}]"
-    given = [f"mesh={mesh}", f"reshard_after_forward={unit.reshard_after_forward}"]
-    fields = []
+        mesh = f"mesh{list(plan.mesh_of(unit).axis_names)}"
+    arguments = [f"mesh={mesh}", f"reshard_after_forward={unit.reshard_after_forward}"]
+    policies = []
     for name, value in mp_policy_to_dict(unit.mp_policy).items():
-        fields.append(f"{name}=torch.{value}" if isinstance(value, str) else f"{name}={value}")
-    if fields:
-        given.append(f"mp_policy=MixedPrecisionPolicy({', '.join(fields)})")
-    if isinstance(unit.offload_policy, CPUOffloadPolicy):
-        given.append(
-            f"offload_policy=CPUOffloadPolicy(pin_memory={unit.offload_policy.pin_memory})"
-        )
+        policies.append(f"{name}=torch.{value}" if isinstance(value, str) else f"{name}={value}")
+    if policies:
+        arguments.append(f"mp_policy=fsdp.MixedPrecisionPolicy({', '.join(policies)})")
+    if unit.offloads:
+        pin_memory = unit.offload_policy.pin_memory
+        arguments.append(f"offload_policy=fsdp.CPUOffloadPolicy(pin_memory={pin_memory})")
     if plan.unsharded:
-        given.append("ignored_params=ignored_params")
+        arguments.append("ignored_params=ignored_params")
     if unit.shard_dims:
-        given.append("shard_placement_fn=placements.get")
-    modules = targets if len(names) == 1 else f"[{targets}]"
-    code.append(f"fully_shard({modules}, {', '.join(given)})")
+        arguments.append("shard_placement_fn=placements.get")
+    code.append("    fsdp.fully_shard(")
+    for argument in ("modules", *arguments):
+        code.append(f"        {argument},")
+    code.append("    )")
     if plan.mesh.parts(unit.mesh) > 1:
-        code.append(f"divide_gradients({targets}, {plan.mesh.parts(unit.mesh)})")
+        code.append(f"    divide_gradients(modules[0], {plan.mesh.parts(unit.mesh)})")
     return code
 
 
-def _quoted(name: str) -> str:
-    """Return a name as Python source, in double quotes; JSON's escapes are valid in Python."""
-    return json.dumps(name, ensure_ascii=False)
-
-
-def _module(name: str) -> str:
-    return "model" if name == '""' else f"model.get_submodule({name})"
+def _module(fqn: str) -> str:
+    return f"model.get_submodule({fqn!r})" if fqn else "model"

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 
 from shardkit.errors import listing
 from shardkit.plan.data import PlanData, dtype_name, mp_policy_to_dict
 from shardkit.plan.types import ShardUnit, count, nbytes
 
-_INDEXED = re.compile(r"(?s)(.*\.|)(0|[1-9][0-9]*)(\..*|)")  # around its last number
-
 # --- The table ------------------------------------------------------------------------------------
 
 
 def table(plan: PlanData) -> str:
-    """Return the plan as a table: a row per unit, equal neighbors folded, then a summary."""
-
-    def looks(unit: ShardUnit) -> tuple[object, ...]:
-        specs = [(*spec[1:4], spec.element_bytes) for spec in plan.specs_of(unit)]
-        return (*calls(unit), specs)
-
-    rows = [_row(plan, units) for units in fold(plan.units, looks)]
+    """Return the plan as a table: a row for units that differ in numbers only, then a summary."""
+    alike: dict[tuple[str, ...], list[ShardUnit]] = defaultdict(list)
+    for unit in plan.units:
+        pattern = re.sub(r"\d+", "#", unit.name)
+        alike[(pattern, *_row(plan, unit).values())].append(unit)
+    rows = []
+    for units in alike.values():
+        row = {"unit": units[0].name, **_row(plan, units[0])}
+        if len(units) > 1:
+            row["unit"] += f" .. {units[-1].name}"
+            row["parameters"] = f"{len(units)} x {row['parameters']}"
+            row["bytes"] = f"{len(units)} x {row['bytes']}"
+        rows.append(row)
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     cells = [titles]
     for row in rows:
         cells.append([row[title] for title in titles])
-    left = [at for at, title in enumerate(titles) if title not in ("parameters", "bytes")]
     numel = sum(spec.numel for spec in plan.params)
     size = sum(spec.nbytes for spec in plan.params)
     headline = (
         f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}, "
         f"{nbytes(plan.held_bytes())} of {nbytes(size)} on each rank"
     )
+    left = {0, *range(3, len(titles))}  # all but numbers
     return "\n".join([headline, "", *aligned(cells, left), "", *_footer(plan)])
 
 
@@ -50,20 +54,13 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     return lines
 
 
-def _row(plan: PlanData, units: Sequence[ShardUnit]) -> dict[str, str]:
-    """Return the cells of one unit, or of several that are alike, by the titles
-    of their columns.
-    """
-    unit = units[0]
+def _row(plan: PlanData, unit: ShardUnit) -> dict[str, str]:
+    """Return the cells of a unit, by the titles of their columns."""
     specs = plan.specs_of(unit)
-    row = {"unit": unit.name, "parameters": "-", "bytes": "-"}
-    suffix = ""
-    if len(units) > 1:
-        row["unit"] = f"{unit.name} .. {units[-1].name}"
-        suffix = " each"
+    row = {"parameters": "-", "bytes": "-"}
     if specs:
-        row["parameters"] = count(sum(spec.numel for spec in specs)) + suffix
-        row["bytes"] = nbytes(sum(spec.nbytes for spec in specs)) + suffix
+        row["parameters"] = count(sum(spec.numel for spec in specs))
+        row["bytes"] = nbytes(sum(spec.nbytes for spec in specs))
     dtypes: dict[str, None] = {}  # trained ones first
     for spec in sorted(specs, key=lambda spec: (not spec.trainable, str(spec.dtype))):
         dtypes[dtype_name(spec.dtype) + ("" if spec.trainable else " frozen")] = None
@@ -81,7 +78,7 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> dict[str, str]:
         f"{number} on dim {dim}" for dim, number in sorted(dims.items())
     )
     row["mesh"] = ""
-    if any(other.mesh for other in plan.units):
+    if plan.mesh.shard_axes > 1:
         splits = [f"{name}={size}" for name, size in plan.mesh.splits(unit.mesh).items()]
         row["mesh"] = str(plan.mesh_of(unit))
         if splits:
@@ -127,57 +124,6 @@ def _footer(plan: PlanData) -> list[str]:
     return lines
 
 
-# --- Runs of units: layers.0, layers.1, ... -------------------------------------------------------
-
-
-def fold(units: Sequence[ShardUnit], key: Callable[[ShardUnit], object]) -> list[list[ShardUnit]]:
-    """Return runs of units that differ only in one counted path component, as ``layers.0``, ..."""
-    runs: list[list[ShardUnit]] = []
-    open_runs: dict[str, tuple[int, list[ShardUnit]]] = {}
-    for unit in units:
-        around, index = counted(unit)
-        run_key = f"{around} {key(unit)!r}"
-        last, run = open_runs.get(run_key, (None, []))
-        if index is None or last != index - 1:
-            run = []
-            runs.append(run)
-        run.append(unit)
-        if index is not None:
-            open_runs[run_key] = (index, run)
-    return runs
-
-
-def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
-    """Return the text around the last number of each FQN, and the number.
-
-    It is None if the modules do not share one.
-    """
-    around, numbers = [], set()
-    for fqn in unit.modules:
-        match = _INDEXED.fullmatch(fqn)
-        if match is None:
-            return [(fqn, "") for fqn in unit.modules], None
-        before, number, after = match.groups()
-        around.append((before, after))
-        numbers.add(int(number))
-    if len(numbers) > 1:
-        return [(fqn, "") for fqn in unit.modules], None
-    return around, numbers.pop()
-
-
-def calls(unit: ShardUnit) -> tuple[object, ...]:
-    """Return what two units must share to be in one loop of the code."""
-    return (
-        repr(unit.reshard_after_forward),  # True is not 1
-        unit.mp_policy,
-        repr(unit.offload_policy),
-        unit.checkpoint_activations,
-        unit.compile,
-        unit.mesh,
-        sorted(dim for _, dim in unit.shard_dims),
-    )
-
-
 # --- The difference of two plans ------------------------------------------------------------------
 
 
@@ -195,20 +141,18 @@ def diff(plan: PlanData, other: PlanData) -> str:
     return "\n".join(lines)
 
 
-def _facts(plan: PlanData, shared: set[str]) -> dict[str, str]:
-    """Return one string for each thing that two plans can differ in."""
-    data = plan.to_dict()
-    facts = {"mesh": str(plan.mesh), "order of units": str([unit.name for unit in plan.units])}
-    for name in ("prefetch", "ignored", "replicated", "forward_methods", "order"):
-        facts[name.replace("_", " ")] = str(data[name])
-    for unit, settings in zip(plan.units, data["units"], strict=True):
+def _facts(plan: PlanData, shared: set[str]) -> dict[str, object]:
+    """Return each thing that two plans can differ in, by its name."""
+    facts = plan.to_dict()
+    del facts["notes"]
+    facts["mesh"] = plan.mesh
+    facts["order of units"] = [unit.name for unit in plan.units]
+    for unit, settings in zip(plan.units, facts.pop("units"), strict=True):
         if unit.name not in shared:
             facts[f"unit {unit.name}"] = f"{len(unit.params)} parameters"
             continue
-        for key, value in settings.items():
-            facts[f"unit {unit.name}: {key}"] = str(value)
-    for fqn, number in plan.tiles:
-        facts[f"tiles of {fqn}"] = str(number)
-    for spec in plan.params:
-        facts[f"parameter {spec.fqn}"] = repr(spec[1:])
+        for name, value in settings.items():
+            facts[f"unit {unit.name}: {name}"] = value
+    for fqn, *spec in facts.pop("params"):
+        facts[f"parameter {fqn}"] = spec
     return facts

@@ -269,7 +269,9 @@ def test_tiles_in_the_plan() -> None:
     assert plan.tiles == (("layers.0.mlp", 4), ("layers.2.mlp", 4))
     assert plan.units == default.units
     assert "in 4 tiles of tokens: layers.0.mlp, layers.2.mlp" in str(plan)
-    assert default.diff(plan) == "+ tiles of layers.0.mlp: 4\n+ tiles of layers.2.mlp: 4"
+    assert default.diff(plan) == (
+        "- tiles: []\n+ tiles: [['layers.0.mlp', 4], ['layers.2.mlp', 4]]"
+    )
     assert ShardingPlan.from_dict(plan.to_dict()) == plan
     gone = dataclasses.replace(plan, tiles={"layers.7.mlp": 4})  # type: ignore[arg-type]
     with fake_world(8), pytest.raises(PlanError, match=re.escape("no module layers.7.mlp")):

@@ -53,7 +53,7 @@ def test_torch_shards_as_the_plan_says(mesh: MeshSpec) -> None:
     model = MoE(experts=8)
     plan = plan_model(model, mesh=mesh)
     plan = on_dims(plan, {fqn: 1 for fqn in plan.specs if fqn.endswith(("up", "down"))})
-    assert '    "layers.0.experts.up": 1,\n' in plan.to_python()
+    assert "model.get_parameter('layers.0.experts.up'): Shard(1),\n" in plan.to_python()
     by_hand = sharded_by_its_code(model, plan)
     dims = {fqn: param.placements[-1] for fqn, param in by_hand.named_parameters()}
     assert dims == {fqn: Shard(dims_of(plan).get(fqn, 0)) for fqn in plan.specs}

@@ -321,12 +321,12 @@ def test_methods_are_in_the_plan() -> None:
     assert plan.forward_methods == ("generate", "encode")
     assert "methods that unshard: generate, encode" in str(plan)
     assert type(plan).from_dict(plan.to_dict()) == plan
-    assert 'register_fsdp_forward_method(model, "encode")' in plan.to_python()
+    assert "register_fsdp_forward_method(model, 'encode')" in plan.to_python()
     nested = plan_model(
         Pair(), mesh=MeshSpec.sharded(2), units=["encoder"], forward_methods=["encoder.encode"]
     )
     assert (
-        'register_fsdp_forward_method(model.get_submodule("encoder"), "encode")'
+        "register_fsdp_forward_method(model.get_submodule('encoder'), 'encode')"
         in nested.to_python()
     )
 

@@ -41,7 +41,7 @@ ParamInitFn: TypeAlias = Callable[[nn.Module], object]
 _BROADCAST = """
 for tensor in (*model.parameters(), *model.buffers()):
     value = tensor.detach().to(device_type)
-    dist.broadcast(value, 0)
+    torch.distributed.broadcast(value, 0)
     tensor.data.copy_(value)
 """
 _CAST = """

@@ -58,7 +58,7 @@ def test_the_code_of_a_model_broadcasts_and_casts_buffers_as_fsdp1_did(
     with fake_world(2):
         exec(compile(out, "translated", "exec"), {"model": model})
         model(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
-    assert "dist.broadcast(value, 0)" in out
+    assert "distributed.broadcast(value, 0)" in out
     assert model.scale.dtype is torch.bfloat16
 
 

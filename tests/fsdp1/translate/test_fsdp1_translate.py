@@ -243,12 +243,12 @@ def test_code_broadcasts_once_the_device_is_chosen_and_a_plan_says_that_it_does_
     steps = [
         "mesh = init_device_mesh(",
         ".to(device_type)",
-        "dist.broadcast(",
-        "fully_shard(model,",
+        "distributed.broadcast(",
+        "fully_shard(",
     ]
     assert sorted(steps, key=code.index) == steps
     plan = translation.plan.to_python()
-    assert "dist.broadcast(" not in plan
+    assert "distributed.broadcast(" not in plan
     assert "# note: the first rank's parameters and buffers are broadcast before sharding" in plan
 
 
