@@ -112,6 +112,32 @@ def test_a_subclass_that_wraps_modules_while_they_are_built():
 
 
 @distributed(world_size=2, backend="gloo")
+def test_parts_that_are_wrapped_twice_in_a_model_that_is_not():
+    """As open_flamingo: each part is a root of its own, and its gradients are clipped alone."""
+
+    def trained(wrapper):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        for number in (0, 2):
+            model[number] = wrapper(
+                wrapper(model[number], use_orig_params=True), use_orig_params=True
+            )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        values = []
+        for step in range(3):
+            loss = model(torch.ones(2, 3) * (step + dist.get_rank())).square().mean()
+            loss.backward()
+            for number in (0, 2):
+                model[number].clip_grad_norm_(1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    assert trained(FSDP) == trained(fsdp1)
+
+
+@distributed(world_size=2, backend="gloo")
 def test_a_network_of_convolutions_with_units_by_size():
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=30)
     models = [wrapper(ConvNet(), auto_wrap_policy=policy) for wrapper in (fsdp1, FSDP)]

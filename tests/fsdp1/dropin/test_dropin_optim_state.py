@@ -266,8 +266,8 @@ def test_given_state_is_saved_and_what_does_not_fit_is_said():
     whole = torch.optim.Adam(flat.parameters())
     flat(torch.ones(2, 3)).sum().backward()
     whole.step()
-    held = copy.deepcopy(whole.state_dict())
-    whole.load_state_dict(
-        FSDP.optim_state_dict_to_load(flat, whole, FSDP.optim_state_dict(flat, whole))
-    )
-    assert_same(whole.state_dict(), held)
+    held, full = copy.deepcopy(whole.state_dict()), FSDP.optim_state_dict(flat, whole)
+    without_optim = FSDP.scatter_full_optim_state_dict(full, flat)  # of model.parameters()
+    for state in (FSDP.optim_state_dict_to_load(flat, whole, full), without_optim):
+        whole.load_state_dict(state)
+        assert_same(whole.state_dict()["state"], held["state"])
