@@ -26,6 +26,25 @@ MADE_CALLS = "_shardkit_made_calls"  # as in runtime.skippable
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
 
 
+def checkpoint_and_compile(module: nn.Module, fqn: str, policy: bool | str, compiles: bool) -> None:
+    """Checkpoint the forward of a module by a policy, if there is one; compile it if asked. In
+    place.
+
+    ``forward`` is replaced, so that FQNs stay and the hooks of ``fully_shard`` stay outside: a
+    recomputed forward does not unshard again, and compiled code has no graph breaks.
+    """
+    # torch's compiler takes checkpointing into its graph, and then advances buffers twice (2.13): a
+    # module with buffers is compiled first.
+    compile_first = compiles and any(True for _ in module.buffers())
+    if compile_first:
+        module.forward = torch.compile(module.forward)
+    if policy:
+        to_compile = compiles and not compile_first
+        module.forward = checkpointed(module, fqn, policy, to_compile)
+    if compiles and not compile_first:
+        module.forward = torch.compile(module.forward)
+
+
 def checkpointed(
     module: nn.Module, fqn: str, policy: bool | str = True, to_compile: bool = False
 ) -> Callable[..., Any]:

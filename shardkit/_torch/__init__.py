@@ -113,9 +113,6 @@ def units_of(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-# apply: before torch 2.13 each shard is first made to require grad, which integers cannot.
-SHARDS_INTEGERS = torch_version() >= (2, 13)
-
 # apply: there is no public way to suspend FakeTensorMode (torch 2.13 to 2.15).
 real_tensors = torch._subclasses.fake_tensor.unset_fake_temporarily
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,16 +20,8 @@ from shardkit.apply.param_attrs import attributes_and_hooks, carry_over
 from shardkit.apply.validate import check_plan
 from shardkit.errors import PlanError
 from shardkit.plan import ShardingPlan, ShardUnit
-from shardkit.plan.data import callers, skippable
 from shardkit.plan.types import is_world_size
-from shardkit.ranks import (
-    Groups,
-    check_equal,
-    gather_by_rank,
-    groups_of,
-    raise_on_all_ranks,
-    warn_once,
-)
+from shardkit.ranks import Groups, check_equal, groups_of, raise_on_all_ranks, warn_once
 from shardkit.runtime.hooks import install_hooks
 from shardkit.runtime.stepping import replacing
 
@@ -190,19 +181,21 @@ def shard_units(
 
             replicate(model, plan.replicated, meshes[None])
         if any(unit.may_skip for unit in plan.units):
-            _let_ranks_skip(model, plan, groups)
+            from shardkit.apply.order import let_ranks_skip
+
+            let_ranks_skip(model, plan, groups)
         if plan.prefetch:
-            _prefetch(model, plan)
+            from shardkit.apply.order import prefetch
+
+            prefetch(model, plan)
 
 
 def _replace_forwards(model: nn.Module, plan: ShardingPlan) -> None:
     """Change the forwards that run inside of checkpointing and compiling."""
     if any(unit.may_skip for unit in plan.units):
-        from shardkit.runtime.skippable import in_order
+        from shardkit.apply.order import order_forwards
 
-        for caller in callers(plan):
-            module = model.get_submodule(caller.modules[0])
-            module.forward = in_order(module)
+        order_forwards(model, plan)
     for fqn, dtype in plan.replicated_modules().items():
         from shardkit.runtime.replicated import compute_in
 
@@ -226,7 +219,10 @@ def _shard_unit(
             if not param.is_contiguous():  # torch refuses it, such as a channels_last weight
                 param.data = param.data.contiguous()
         for fqn, module in zip(unit.modules, modules, strict=True):
-            _checkpoint_and_compile(module, fqn, unit)
+            if unit.checkpoint_activations or unit.compile:
+                from shardkit.activations import checkpoint_and_compile
+
+                checkpoint_and_compile(module, fqn, unit.checkpoint_activations, unit.compile)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,
@@ -248,53 +244,3 @@ def _shard_unit(
             "in ignored_params."
         ) from error
     return params
-
-
-def _checkpoint_and_compile(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
-    """Checkpoint, then compile the forward of a module, as its unit asks for. In place.
-
-    ``forward`` is replaced, so that FQNs stay and the hooks of ``fully_shard`` stay outside: a
-    recomputed forward does not unshard again, and compiled code has no graph breaks.
-    """
-    # torch's compiler takes checkpointing into its graph, and then advances buffers twice (2.13): a
-    # module with buffers is compiled first.
-    compile_first = unit.compile and any(True for _ in module.buffers())
-    if compile_first:
-        module.forward = torch.compile(module.forward)
-    if unit.checkpoint_activations:
-        from shardkit.activations import checkpointed
-
-        to_compile = unit.compile and not compile_first
-        module.forward = checkpointed(module, fqn, unit.checkpoint_activations, to_compile)
-    if unit.compile and not compile_first:
-        module.forward = torch.compile(module.forward)
-
-
-def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:
-    from shardkit.runtime.skippable import SkippableUnit, watch_calls
-
-    inside = skippable(plan)
-    exchange = functools.partial(gather_by_rank, groups=groups)
-    made = {}
-    for unit in plan.units:
-        module: Any = model.get_submodule(unit.modules[0])
-        is_checkpointed = bool(unit.checkpoint_activations)
-        made[unit] = SkippableUnit(
-            unit.name, module, unit.may_skip, unit in inside, is_checkpointed, exchange
-        )
-    for caller, called in callers(plan).items():
-        made[caller].calls.extend(made[unit] for unit in called)
-    watch_calls([made[caller] for caller in callers(plan)])
-
-
-def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
-    """Tell each unit but the root which ones to all-gather ahead of it."""
-    modules: list[Any] = []
-    for unit in plan.execution_order():
-        if unit.modules != ("",):
-            modules.append(model.get_submodule(unit.modules[0]))
-    for index, module in enumerate(modules):
-        ahead = modules[index + 1 : index + 1 + plan.prefetch]
-        behind = modules[max(0, index - plan.prefetch) : index]
-        module.set_modules_to_forward_prefetch(ahead)
-        module.set_modules_to_backward_prefetch(behind[::-1])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import SHARDS_INTEGERS
 from shardkit.apply.param_attrs import cannot_carry
 from shardkit.errors import listing, refuse
 from shardkit.plan import ShardingPlan
@@ -34,13 +32,7 @@ def check_plan(
     plan.check()
     refuse(_of_another_model(tree, plan))
     refuse([*_wrong_owners(tree, plan), *method_problems(tree, plan)])
-    refuse(
-        [
-            *_split_wrongly(tree, plan),
-            *cannot_carry(tree, plan),
-            *_unshardable_integers(tree, plan),
-        ]
-    )
+    refuse([*_split_wrongly(tree, plan), *cannot_carry(tree, plan)])
 
 
 def check_unsharded(
@@ -158,20 +150,3 @@ def _axes(param: nn.Parameter, only_sharded: bool = False) -> set[str]:
             if placement.is_shard() or not only_sharded:
                 axes.add(axis)
     return axes
-
-
-def _unshardable_integers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    if SHARDS_INTEGERS:
-        return
-    integers = []
-    for unit in plan.units:
-        for fqn in unit.params:
-            param = tree.params[fqn]
-            if not param.is_floating_point() and not param.is_complex():
-                integers.append(fqn)
-    if integers:
-        yield (
-            f"{listing(integers, 6)} is of {tree.params[integers[0]].dtype}, which torch "
-            f"{torch.__version__} cannot shard. Upgrade to torch 2.13, or pass it in "
-            "ignored_params."
-        )

@@ -70,7 +70,8 @@ def accumulate(
             mesh zeros are reduced for them from then on, in units that are used in part.
 
     Raises:
-        ShardkitError: ``optimizer_in_backward`` steps the parameters, or ``model`` is not a module.
+        ShardkitError: another ``keep_unsharded``, ``optimizer_in_backward`` steps the parameters, or
+            ``model`` is not a module.
 
     Examples:
         >>> for i, (inputs, targets) in enumerate(micro_batches):
@@ -78,6 +79,10 @@ def accumulate(
         ...         (loss_fn(model(inputs), targets) / len(micro_batches)).backward()
     """
     check_module(model)
+    if keep_unsharded not in (None, True, False, "frozen"):
+        raise ShardkitError(
+            f'keep_unsharded must be None, True, False or "frozen", got {keep_unsharded!r}.'
+        )
     note("accumulate", last=last, keep_unsharded=keep_unsharded, shard_gradients=shard_gradients)
     if steps_in_backward(sharded_parameters(model)):
         raise ShardkitError(

@@ -97,6 +97,10 @@ def limit_of(budget: int | str, reserve: float = 0.1) -> int:
     """Return the bytes of a budget, a number or such as ``"70GiB"`` or ``"80 GB"``, without the
     reserve.
     """
+    if reserve < 0:
+        raise PlanError(
+            f"reserve must be at least 0, the part of the budget to leave free, got {reserve!r}."
+        )
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(budget))
     if not match or match[2].upper() not in _UNITS or not float(match[1]):
         raise PlanError(

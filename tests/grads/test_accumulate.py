@@ -294,6 +294,15 @@ def test_what_is_no_module():
         zero_grad(torch.optim.Adam([torch.zeros(1)]))
 
 
+def test_another_value_of_keep_unsharded_is_refused():
+    with fake_world(4):
+        net = fully_shard(Net())
+        before = flags(net)
+        with pytest.raises(ShardkitError, match=r"^keep_unsharded .*None, .*\"frozen\".*'forzen'"):
+            accumulate(net, last=False, keep_unsharded="forzen").__enter__()
+        assert flags(net) == before
+
+
 def test_an_optimizer_in_backward_keeps_nothing_to_add_to():
     with fake_world(4):
         net = fully_shard(Net())

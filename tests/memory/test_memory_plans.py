@@ -232,6 +232,11 @@ def test_budgets_as_text():
             limit_of(text, 0)
 
 
+def test_a_negative_reserve_would_plan_for_more_than_the_budget():
+    with pytest.raises(PlanError, match=r"^reserve must be at least 0.* got -0.1"):
+        plan_for_budget(decoder(), "1GiB", on(2, decoder()), batch=TOKENS, reserve=-0.1)
+
+
 def test_what_is_reserved_is_not_used():
     model = decoder(layers=6)
     options = {"batch": TOKENS, "loss": mean}
