@@ -2,8 +2,9 @@
 
 The blocks of one file run in order in one namespace, as if typed into one session of plain Python.
 A ``python`` block with ``>>>`` is a doctest. One whose first line is ``# test_*.py`` is a file, and
-is given to pytest. After a line ``<!-- fake_world(8) -->`` the rest of the file runs in such a
-world, whatever it shards.
+is given to pytest. One whose first line is ``# torchrun ...`` is a program, which
+tests/training/test_parallelism.py runs. After a line ``<!-- fake_world(8) -->`` the rest of the
+file runs in such a world, whatever it shards.
 """
 
 import doctest
@@ -38,6 +39,7 @@ FENCE = re.compile(
 )
 WORLD = re.compile(r"^<!-- fake_world\((\d+)\) -->$", re.MULTILINE)
 FILE = re.compile(r"# (test_\w+\.py)\n")
+PROGRAM = re.compile(r"# torchrun ")
 COMMAND = re.compile(r"^(?:\$ )?python -m shardkit +([a-z]\S*)", re.MULTILINE)
 
 
@@ -62,12 +64,14 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def run_page(text: str, name: str) -> None:
-    """Run the page's Python blocks that are not test files."""
+    """Run the page's Python blocks that are neither test files nor programs of torchrun."""
     namespace = {"__name__": "__main__"}
     world = WORLD.search(text)
     with ExitStack() as stack:
         for block in blocks(text):
             if block.language != "python" or FILE.match(block.code):
+                continue
+            if PROGRAM.match(block.code):
                 continue
             if world is not None and block.offset > world.start():
                 stack.enter_context(fake_world(int(world[1])))
