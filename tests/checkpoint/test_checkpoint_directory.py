@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import saved_before
 import torch
 
 from shardkit.checkpoint import directory, latest_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
+
+EARLIER = Path(__file__).parent / "saved_by_a27dd5d"  # a commit of version 1
 
 # --- Manifest -------------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ def test_leftovers_of_killed_saves_are_cleared_before_anything_is_written(tmp_pa
 
 
 def test_the_latest_may_be_of_an_earlier_version_and_its_load_says_so(tmp_path):
-    shutil.copytree(saved_before.PLACE, tmp_path / "step-9")
+    shutil.copytree(EARLIER, tmp_path / "step-9")
     assert latest_checkpoint(tmp_path) == tmp_path / "step-9"
     model = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match=r"has version 1.*model\.safetensors"):

@@ -235,24 +235,6 @@ def test_ranks_that_mean_different_things_all_raise(tmp_path):
 
 
 @distributed(world_size=2, backend="gloo")
-def test_an_existing_checkpoint_is_replaced_only_when_asked_and_never_anything_else(tmp_path):
-    state = build((2,))
-    path = tmp_path / "last"
-    save_checkpoint(path, *state, extra=1)
-    with pytest.raises(CheckpointError, match="exists"):
-        save_checkpoint(path, *state, extra=2)
-    assert load_checkpoint(path, *state) == 1
-    save_checkpoint(path, *state, extra=2, overwrite=True)
-    assert load_checkpoint(path, *state) == 2
-    if is_first():
-        (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "thesis.tex").touch()
-    dist.barrier()
-    with pytest.raises(CheckpointError, match="is not a checkpoint"):
-        save_checkpoint(tmp_path / "mine", *state, overwrite=True)
-
-
-@distributed(world_size=2, backend="gloo")
 def test_a_save_exchanges_little_and_flushes_each_file_and_two_directories(tmp_path):
     state = build((2,))
     train(*state)

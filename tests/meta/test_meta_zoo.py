@@ -1,5 +1,4 @@
-"""Meta init on models as people have them: the whole zoo, and constructions of transformers that
-are special.
+"""Meta init on models as people have them: the whole zoo.
 
 ``benchmarks/sweeps/meta_init.py`` does the same for all causal LMs of transformers.
 """
@@ -8,20 +7,10 @@ from __future__ import annotations
 
 import pytest
 from meta_check import check_same_as_ordinary
-from tiny_transformers import builder
 from zoo import ZOO
 
 from shardkit.meta import init_on_meta
 from shardkit.testing import fake_world
-
-# What each is here for, beside the zoo: trunc_normal_ (ModernBERT), storages made by hand (RWKV),
-# activations with parameters (Apertus), state-space initializers (Mamba), experts, encoders with
-# sinusoids (Pegasus), recurrent blocks.
-SPECIAL = [
-    "ModernBertDecoderForCausalLM", "RwkvForCausalLM", "ApertusForCausalLM", "Mamba2ForCausalLM",
-    "DeepseekV3ForCausalLM", "PegasusModel", "RecurrentGemmaForCausalLM", "XLNetLMHeadModel", "BeitModel",
-    "xLSTMForCausalLM",
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +22,6 @@ def world():
 @pytest.mark.parametrize("name", sorted(set(ZOO) - {"channels_last"}))
 def test_zoo(name):
     check_same_as_ordinary(ZOO[name].build)
-
-
-@pytest.mark.parametrize("name", SPECIAL)
-def test_transformers(name):
-    check_same_as_ordinary(builder(name))
 
 
 def test_a_recording_of_transformers_is_not_taken_for_a_meta_model():

@@ -93,17 +93,6 @@ def test_a_frozen_model_stays_unsharded_for_the_gradient_of_its_input():
     assert torch.equal(*gradients)
 
 
-# beside its own no_grad, inside
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
-@distributed(world_size=2)
-def test_generate(mode):
-    plain, model = pair(Coder)
-    with mode():
-        assert torch.equal(model.generate(tokens()), plain.generate(tokens()))
-    assert not gathered(model)
-    assert_trains_alike(plain, model, usual_loss)
-
-
 class Reentrant(Decoder):
     """Blocks and head run under no_grad inside a forward with grad."""
 

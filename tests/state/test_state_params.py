@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from shardkit import shard_model
 from shardkit.checkpoint import named_full_tensors
 from shardkit.errors import ShardkitError
 from shardkit.state import full_params, full_state_dict
@@ -225,20 +224,3 @@ def test_all_tensors_come_once_under_each_name(layout):
         assert len(found) == len(expected)
         assert dict(found).keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in found)
-
-
-@distributed(world_size=2, backend="gloo")
-def test_slices_of_a_sharded_parameter_are_copies():
-    """Torch's, as docs/troubleshooting.md says, along the dim that is sharded."""
-    model = shard_model(nn.Linear(4, 8), units=[])
-    weight = model.weight
-    model(torch.ones(2, 4)).sum().backward()
-    before, gradient = weight.full_tensor().clone(), weight.grad.full_tensor().clone()
-    assert gradient.all()
-    with torch.no_grad():
-        weight.grad[:6].zero_()
-        weight.data[1].zero_()
-        nn.init.zeros_(weight[:6])
-        weight.data = torch.zeros_like(weight)
-    assert torch.equal(weight.grad.full_tensor(), gradient)
-    assert torch.equal(weight.full_tensor(), before)
