@@ -25,7 +25,7 @@ from benchmarks.models import SHAPES, Llama, Shape, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
 from shardkit.memory.allocations import OptimizerBytes
 from shardkit.memory.budget import limit_of, weigh
-from shardkit.memory.strategies import Step, estimates, with_checkpoints
+from shardkit.memory.strategies import Step, estimates
 from shardkit.memory.tracing import AFTER_FORWARD, FORWARD, START, Trace, trace
 from shardkit.plan.types import nbytes
 
@@ -67,9 +67,11 @@ class Stretched(Step):
         self.shape = shape
         super().__init__(*planned(shape), batch=tokens(*TOKENS))
 
-    def measure(self, policies: tuple[bool | str, ...]) -> Trace:
-        """The trace in which the blocks are checkpointed by these policies."""
-        return stretched(self.shape, dict(zip(self.blocks, policies, strict=True)))
+    def measure(self, plan: ShardingPlan) -> Trace:
+        """The trace in which the blocks are checkpointed as the plan says."""
+        return stretched(
+            self.shape, {unit.name: unit.checkpoint_activations for unit in plan.units}
+        )
 
 
 def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
@@ -77,6 +79,15 @@ def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
     with torch.device("meta"):
         model = Llama(shape)
     return model, plan_model(model, mesh=MeshSpec.sharded(NODE), mp_policy=POLICY)
+
+
+def with_checkpoints(plan: ShardingPlan, policies: Mapping[str, bool | str]) -> ShardingPlan:
+    """The plan with these policies of checkpointing, by the names of units."""
+    units = [
+        replace(unit, checkpoint_activations=policies.get(unit.name, unit.checkpoint_activations))
+        for unit in plan.units
+    ]
+    return replace(plan, units=tuple(units))
 
 
 def stretched(shape: Shape, policies: Mapping[str, bool | str]) -> Trace:

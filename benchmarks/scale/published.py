@@ -26,7 +26,7 @@ from benchmarks.scale.flops import Step, step_of
 from benchmarks.scale.speed import HARDWARE, Hardware, step_time
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
 from shardkit.memory.allocations import OptimizerBytes
-from shardkit.memory.strategies import with_checkpoints
+from shardkit.memory.strategies import changed
 from shardkit.planning.dims import on_mesh
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -85,7 +85,7 @@ def plan_of(model: nn.Module, *, checkpointed: float | str, resharded: bool = Tr
         isinstance(checkpointed, str),
     )
     chosen = found if isinstance(checkpointed, str) else found[: round(checkpointed * len(found))]
-    return with_checkpoints(plan, dict.fromkeys(chosen, "selective" if selective else True))
+    return changed(plan, chosen, checkpoint_activations="selective" if selective else True)
 
 
 def token_batch(rows: int, positions: int) -> dict[str, torch.Tensor]:

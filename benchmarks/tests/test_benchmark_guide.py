@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import guide
-from shardkit.memory.strategies import with_checkpoints
 from shardkit.memory.tracing import trace
 
 
@@ -22,7 +21,7 @@ def test_a_trace_of_few_blocks_is_stretched_to_that_of_all(checkpointed):
     shape = replace(guide.SHAPES["1B"], layers=7)
     policies = {f"layers.{number}": True for number in checkpointed}
     model, plan = guide.planned(shape)
-    whole = trace(model, with_checkpoints(plan, policies), guide.tokens(*guide.TOKENS))
+    whole = trace(model, guide.with_checkpoints(plan, policies), guide.tokens(*guide.TOKENS))
     assert guide.stretched(shape, policies) == whole
     assert {f"layers.{number}" for number in range(7)} < {
         interval.unit for interval in whole.intervals

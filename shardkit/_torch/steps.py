@@ -32,43 +32,23 @@ def by_device_and_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def placements_of(params: list[Any]) -> list[Any]:
-    """Return the placements of each DTensor, None for plain tensors. Local."""
-    return [x._spec.placements if isinstance(x, DTensor) else None for x in params]
-
-
 def local_tensors(
-    tensors: list[Any],
-    params: list[Any],
-    layouts: list[Any],
-    otherwise: Callable[[DTensor, Any], Tensor],
+    tensors: list[Any], params: list[Any], otherwise: Callable[[DTensor, Any], Tensor]
 ) -> list[Any]:
     """Return the local tensor of each DTensor placed like its parameter, and other tensors
     unchanged. Local.
 
-    ``layouts`` are the placements of ``params``; ``otherwise`` is called with a DTensor of other
-    placements and its parameter, and returns its local tensor.
+    ``otherwise`` is called with a DTensor of other placements and its parameter, and returns its
+    local tensor.
     """
-    # Comprehensions without calls, because this runs for every tensor in every step.
-    try:  # as a rule all are DTensors, and placed alike
-        local = [
-            x._local_tensor
-            for x, layout in zip(tensors, layouts, strict=True)
-            if x._spec.placements == layout
-        ]
-        if len(local) == len(tensors):
-            return local
-    except AttributeError:
-        if not any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
-            return tensors
     local = []
-    for x, param, layout in zip(tensors, params, layouts, strict=True):
-        if not isinstance(x, DTensor):
-            local.append(x)
-        elif x._spec.placements == layout:
-            local.append(x._local_tensor)
+    for tensor, param in zip(tensors, params, strict=True):
+        if not isinstance(tensor, DTensor):
+            local.append(tensor)
+        elif isinstance(param, DTensor) and tensor._spec.placements == param._spec.placements:
+            local.append(tensor._local_tensor)
         else:
-            local.append(otherwise(x, param))
+            local.append(otherwise(tensor, param))
     return local
 
 

@@ -198,16 +198,15 @@ def _split(
         # which a mesh of one rank may return as it is
         return steps.redistributed(grad, param).clone()
 
-    layouts = steps.placements_of(params)
-    local_grads = steps.local_tensors(grads, params, layouts, summed)
+    local_grads = steps.local_tensors(grads, params, summed)
     buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], Bucket] = {}
     bucket: Bucket | None = None
-    for param, layout, grad in zip(params, layouts, local_grads, strict=True):
-        if layout is None:
+    for param, grad in zip(params, local_grads, strict=True):
+        if not isinstance(param, DTensor):
             if grad is not None:
                 plain.append(grad)
             continue
-        mesh = steps.mesh_of(param)
+        mesh, layout = steps.mesh_of(param), param.placements
         if bucket is None or mesh is not bucket.mesh or layout != bucket.placements:
             # to hash all would cost more
             bucket = buckets.setdefault((mesh, layout), Bucket(mesh, layout))

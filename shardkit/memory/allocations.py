@@ -186,7 +186,6 @@ def timeline(
     optimizer: OptimizerBytes,
     buffers: int = 0,
     micro_batches: int = 1,
-    keep_unsharded: bool | str | None = None,
 ) -> tuple[Point, ...]:
     """Return every stretch of one steady step of ``plan``, in order: the second step or a later
     one.
@@ -196,7 +195,7 @@ def timeline(
     and the last are in it.
     """
     rank = _Rank(plan, trace, optimizer, buffers)
-    rank.stays = {unit.name for unit in plan.units if plan.stays(unit, keep_unsharded)}
+    rank.stays = {unit.name for unit in plan.units if plan.stays(unit, None)}
     units = {unit.name: unit for unit in plan.units}
     hooks = {
         FORWARD: rank.before_forward,

@@ -4,9 +4,8 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -69,7 +68,6 @@ def estimate(
     optimizer: str | float = "adamw",
     ranks_per_node: int = 8,
     micro_batches: int = 1,
-    keep_unsharded: bool | str | None = None,
 ) -> MemoryEstimate:
     """Estimate what every strategy needs on one rank, before anything runs. Local; needs no process
     group and no GPU.
@@ -90,8 +88,8 @@ def estimate(
             first tensor.
         optimizer: a name in ``shardkit.memory.OPTIMIZERS``, or bytes of state for each element.
         ranks_per_node: for the strategies that shard within a node.
-        micro_batches, keep_unsharded: of a step with ``shardkit.accumulate``, which keeps gradients
-            in between.
+        micro_batches: of a step with ``shardkit.accumulate``, which keeps gradients in between, and
+            units with ``reshard_after_forward=False`` unsharded.
 
     Raises:
         PlanError: the model does not run on fake tensors.
@@ -103,7 +101,7 @@ def estimate(
             "estimate needs a plan, and with a batch also the model. "
             "Call estimate(model, plan_model(model, mesh=MeshSpec.sharded(8)), batch=batch)."
         )
-    step = Step(module, plan, batch, loss, micro_batches, keep_unsharded)
+    step = Step(module, plan, batch, loss, micro_batches)
     return estimates(step, OptimizerBytes.of(optimizer), ranks_per_node)
 
 
@@ -121,7 +119,6 @@ class Step:
         batch: Any,
         loss: Loss | None = None,
         micro_batches: int = 1,
-        keep_unsharded: bool | str | None = None,
     ) -> None:
         self.plan = plan
         self.micro_batches = micro_batches
@@ -133,18 +130,15 @@ class Step:
         self._model = model
         self._batch = batch
         self._loss = loss
-        self._keep_unsharded = keep_unsharded
         self._buffers = 0
         if model is not None:
             self._buffers = sum(buffer.nbytes for buffer in model.buffers())
-        self._measure = cache(self.measure)
+        self._traces: dict[tuple[bool | str, ...], Trace] = {}  # by how units are checkpointed
 
     def predict(self, name: str, plan: ShardingPlan, optimizer: OptimizerBytes) -> Prediction:
         """Return what the step needs on one rank under a plan."""
         measured = self._trace_of(plan) if self.is_measured else without_activations(plan)
-        points = timeline(
-            plan, measured, optimizer, self._buffers, self.micro_batches, self._keep_unsharded
-        )
+        points = timeline(plan, measured, optimizer, self._buffers, self.micro_batches)
         host = 0
         for unit in plan.units:
             if unit.offloads:
@@ -153,22 +147,29 @@ class Step:
         return Prediction(name, plan, points, host)
 
     def _trace_of(self, plan: ShardingPlan) -> Trace:
-        """Return the trace of a plan. Where blocks mix policies it is put together from the traces
-        in which all have one, so that few are measured.
+        """Return the trace of a plan, which depends on how its units are checkpointed only."""
+        policies = tuple(unit.checkpoint_activations for unit in plan.units)
+        if policies not in self._traces:
+            self._traces[policies] = self._mixed(plan) or self.measure(plan)
+        return self._traces[policies]
+
+    def _mixed(self, plan: ShardingPlan) -> Trace | None:
+        """Put the trace of a plan whose blocks differ in policy together from those in which all
+        have the same, so that few are measured. None where that is not possible.
         """
         chosen = {unit.name: unit.checkpoint_activations for unit in plan.units}
-        policies = tuple(chosen[name] for name in self.blocks)
-        if len(set(policies)) < 2:
-            return self._measure(policies)
+        policies = sorted({chosen[name] for name in self.blocks}, key=str)
+        if len(policies) < 2:
+            return None
         uniform = {}
-        for policy in sorted(set(policies), key=str):
-            uniform[policy] = self._measure((policy,) * len(policies))
-        return mixed(uniform, chosen) or self._measure(policies)
+        for policy in policies:
+            same = changed(plan, self.blocks, checkpoint_activations=policy)
+            uniform[policy] = self._trace_of(same)
+        return mixed(uniform, chosen)
 
-    def measure(self, policies: tuple[bool | str, ...]) -> Trace:
-        """Return the trace in which the blocks are checkpointed by these policies."""
+    def measure(self, plan: ShardingPlan) -> Trace:
+        """Run the model once on fake tensors, checkpointed as the plan says."""
         assert self._model is not None
-        plan = with_checkpoints(self.plan, dict(zip(self.blocks, policies, strict=True)))
         return trace(self._model, plan, self._batch, loss=self._loss)
 
 
@@ -226,15 +227,6 @@ def changed(
     units = []
     for unit in plan.units:
         units.append(replace(unit, **settings) if unit.name in chosen else unit)
-    return replace(plan, units=tuple(units))
-
-
-def with_checkpoints(plan: ShardingPlan, policies: Mapping[str, bool | str]) -> ShardingPlan:
-    """Return the plan with these policies of checkpointing, by the names of units."""
-    units = []
-    for unit in plan.units:
-        policy = policies.get(unit.name, unit.checkpoint_activations)
-        units.append(replace(unit, checkpoint_activations=policy))
     return replace(plan, units=tuple(units))
 
 

@@ -102,15 +102,14 @@ def _local_class(base: Any) -> Any:
     ) -> Any:
         with plain_attributes():
             result = collect(self, group, params, grads, *state)
-            layouts = steps.placements_of(params)
-            grads[:] = steps.local_tensors(grads, params, layouts, steps.redistributed)
+            grads[:] = steps.local_tensors(grads, params, steps.redistributed)
             for values in state:
                 # torch leaves the list empty of a kind of state that these options do not use
                 if values:
-                    values[:] = steps.local_tensors(values, params, layouts, _number_or_refuse)
+                    values[:] = steps.local_tensors(values, params, _number_or_refuse)
             if isinstance(self, SGD):
                 vars(self).setdefault("collected", []).extend(params)
-            params[:] = steps.local_tensors(params, params, layouts, steps.redistributed)
+            params[:] = steps.local_tensors(params, params, steps.redistributed)
         return result
 
     return subclass(
