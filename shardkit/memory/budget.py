@@ -84,11 +84,6 @@ def plan_for_budget(
         PlanError: nothing fits; the error says how much is missing.
     """
     limit = limit_of(budget, reserve)
-    if batch is None:
-        raise PlanError(
-            "batch must be given, got None. Activations depend on it. Pass one rank's micro-batch "
-            "as the model takes it."
-        )
     step = Step(model, plan, batch, loss, micro_batches)
     return choose(step, OptimizerBytes.of(optimizer), limit)
 

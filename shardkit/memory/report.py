@@ -83,26 +83,27 @@ def run(options: argparse.Namespace) -> int:
     policy = MixedPrecisionPolicy(getattr(torch, options.param_dtype), torch.float32)
     mesh = MeshSpec.sharded(options.world)
     plan = build_plan(ModelTree(model), mesh, settings=Overrides(mp_policy=policy))
+    if options.batch is None:
+        print(plan)
+        print("\nFor the memory of a step pass --batch 1x4096, one rank's micro-batch.")
+        return 0
     optimizer = OptimizerBytes.of(options.optimizer)
-    batch: Any = None
-    if options.batch is not None:
-        batch = torch.empty(options.batch, dtype=torch.long, device="meta")
-        if hasattr(model, "config"):  # a model of transformers
-            batch = {"input_ids": batch, "labels": batch}
+    batch: Any = torch.empty(options.batch, dtype=torch.long, device="meta")
+    if hasattr(model, "config"):  # a model of transformers
+        batch = {"input_ids": batch, "labels": batch}
     step = Step(model, plan, batch)  # its traces, which take longest, serve both answers
     rows = estimates(step, optimizer, options.ranks_per_node)
-    if options.budget:
-        choice = choose(step, optimizer, limit_of(options.budget))
-        print(choice, choice.plan, rows, sep="\n\n")
-        print(
-            f'\nIn the script: shard_model(model, memory_budget="{options.budget}", '
-            "example_batch=batch, "
-            f"mp_policy=MixedPrecisionPolicy(torch.{options.param_dtype}, torch.float32))"
-        )
-    else:
+    if not options.budget:
         print(rows["ZeRO-3"].plan, rows, sep="\n\n")
-        missing = "" if options.batch else "--batch 1x4096 (one rank's micro-batch) and "
-        print(f"\nTo find a plan that fits, pass {missing}--budget 80GiB (one GPU).")
+        print("\nTo find a plan that fits, pass --budget 80GiB (one GPU).")
+        return 0
+    choice = choose(step, optimizer, limit_of(options.budget))
+    print(choice, choice.plan, rows, sep="\n\n")
+    print(
+        f'\nIn the script: shard_model(model, memory_budget="{options.budget}", '
+        "example_batch=batch, "
+        f"mp_policy=MixedPrecisionPolicy(torch.{options.param_dtype}, torch.float32))"
+    )
     return 0
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardkit.errors import PlanError, listing
 from shardkit.memory.allocations import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
-from shardkit.memory.tracing import Loss, Trace, mixed, trace, without_activations
+from shardkit.memory.tracing import Loss, Trace, mixed, trace
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
@@ -24,14 +24,10 @@ from shardkit.planning.dims import on_mesh
 class MemoryEstimate:
     """Estimates of all strategies, by name or in order, most memory first in general; prints as a
     table.
-
-    All strategies share the units of ``plan``. Activations are included if ``measured``, which
-    needs a batch.
     """
 
     rows: tuple[Prediction, ...]
-    plan: ShardingPlan
-    measured: bool
+    ranks: int
 
     def __iter__(self) -> Iterator[Prediction]:
         return iter(self.rows)
@@ -47,23 +43,20 @@ class MemoryEstimate:
         raise PlanError(f"strategy {name!r} is not in the estimate. Use one of {names}.")
 
     def __str__(self) -> str:
-        peak = "peak of a training step"
-        if not self.measured:
-            peak = "peak without activations (no batch given)"
         table = [["strategy", *CATEGORIES, "peak", "at", "on the CPU"]]
         for row in self.rows:
             sizes = [nbytes(getattr(row.peak, category)) for category in CATEGORIES]
             sizes.append(nbytes(row.peak.total))
             table.append([row.name, *sizes, row.peak.where, nbytes(row.host)])
-        headline = f"bytes on each of {self.plan.mesh.size} ranks at the {peak}"
+        headline = f"bytes on each of {self.ranks} ranks at the peak of a training step"
         return "\n".join([headline, "", *aligned(table, left={0, 8})])
 
 
 def estimate(
-    model: nn.Module | ShardingPlan,
-    plan: ShardingPlan | None = None,
+    model: nn.Module,
+    plan: ShardingPlan,
     *,
-    batch: Any = None,
+    batch: Any,
     loss: Loss | None = None,
     optimizer: str | float = "adamw",
     ranks_per_node: int = 8,
@@ -78,12 +71,12 @@ def estimate(
     NCCL's workspace, CUDA's context.
 
     Args:
-        model: on any device, meta too, in its present train or eval mode; or a plan, which is
-            enough without ``batch``.
+        model: on any device, meta too, in its present train or eval mode.
         plan: of the model, such as ``plan_model(model, mesh=MeshSpec.sharded(64))``: the ranks,
             units, dtypes and settings.
         batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones,
-            or the only one; only shapes and dtypes count. None leaves out activations.
+            or the only one; only shapes and dtypes count. With one token the rows show little
+            besides parameters, gradients and optimizer state.
         loss: maps what forward returns to the loss; by default its ``loss``, else the mean of its
             first tensor.
         optimizer: a name in ``shardkit.memory.OPTIMIZERS``, or bytes of state for each element.
@@ -94,27 +87,20 @@ def estimate(
     Raises:
         PlanError: the model does not run on fake tensors.
     """
-    module = None if isinstance(model, ShardingPlan) else model
-    plan = model if isinstance(model, ShardingPlan) else plan
-    if plan is None or (module is None and batch is not None):
-        raise PlanError(
-            "estimate needs a plan, and with a batch also the model. "
-            "Call estimate(model, plan_model(model, mesh=MeshSpec.sharded(8)), batch=batch)."
-        )
-    step = Step(module, plan, batch, loss, micro_batches)
+    step = Step(model, plan, batch, loss, micro_batches)
     return estimates(step, OptimizerBytes.of(optimizer), ranks_per_node)
 
 
 class Step:
     """One rank's training step under any plan of the same units and tiles.
 
-    Activations are measured if there is a batch. Units that ``plan`` checkpoints stay so;
-    ``blocks`` are the others that checkpointing applies to.
+    Units that ``plan`` checkpoints stay so; ``blocks`` are the others that checkpointing applies
+    to.
     """
 
     def __init__(
         self,
-        model: nn.Module | None,
+        model: nn.Module,
         plan: ShardingPlan,
         batch: Any,
         loss: Loss | None = None,
@@ -122,7 +108,6 @@ class Step:
     ) -> None:
         self.plan = plan
         self.micro_batches = micro_batches
-        self.is_measured = batch is not None
         self.blocks: list[str] = []
         for unit in plan.units:
             if unit.blocks and not unit.checkpoint_activations:
@@ -130,15 +115,12 @@ class Step:
         self._model = model
         self._batch = batch
         self._loss = loss
-        self._buffers = 0
-        if model is not None:
-            self._buffers = sum(buffer.nbytes for buffer in model.buffers())
+        self._buffers = sum(buffer.nbytes for buffer in model.buffers())
         self._traces: dict[tuple[bool | str, ...], Trace] = {}  # by how units are checkpointed
 
     def predict(self, name: str, plan: ShardingPlan, optimizer: OptimizerBytes) -> Prediction:
         """Return what the step needs on one rank under a plan."""
-        measured = self._trace_of(plan) if self.is_measured else without_activations(plan)
-        points = timeline(plan, measured, optimizer, self._buffers, self.micro_batches)
+        points = timeline(plan, self._trace_of(plan), optimizer, self._buffers, self.micro_batches)
         host = 0
         for unit in plan.units:
             if unit.offloads:
@@ -169,7 +151,6 @@ class Step:
 
     def measure(self, plan: ShardingPlan) -> Trace:
         """Run the model once on fake tensors, checkpointed as the plan says."""
-        assert self._model is not None
         return trace(self._model, plan, self._batch, loss=self._loss)
 
 
@@ -181,7 +162,7 @@ def estimates(step: Step, optimizer: OptimizerBytes, ranks_per_node: int) -> Mem
         if step.micro_batches > 1 and state.in_backward:
             continue  # accumulate refuses it
         rows.append(step.predict(name, plan, state))
-    return MemoryEstimate(tuple(rows), step.plan, step.is_measured)
+    return MemoryEstimate(tuple(rows), step.plan.mesh.size)
 
 
 def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPlan]:

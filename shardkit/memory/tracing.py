@@ -87,10 +87,7 @@ def trace(
             "model is sharded already. Activations are measured on the plain model, without "
             "FSDP2's hooks and shards. Build it again on the meta device: init_on_meta()."
         )
-    fix = (
-        "Pass a batch that the model accepts, loss=... for what forward returns, or leave out the "
-        "batch to count model states only"
-    )
+    fix = "Pass a batch that the model accepts, or loss=... for what forward returns"
     meter = meter or IntervalMeter()
     with on_fake_tensors(model, plan, batch, "batch", fix) as (args, kwargs), meter:
         params = dict(model.named_parameters())
@@ -142,33 +139,6 @@ def mixed(traces: Mapping[Any, Trace], policies: Mapping[str, Any]) -> Trace | N
             if interval.unit and policies[interval.unit] == policy:
                 intervals[place] = interval
     return replace(first, intervals=tuple(intervals))
-
-
-def without_activations(plan: ShardingPlan) -> Trace:
-    """Return the trace of a model that keeps only gradients: what is known without a batch."""
-    grads: dict[str, int] = {}  # unsharded, in the dtype that the unit computes in
-    for unit in plan.units:
-        grads[unit.name] = 0
-        for spec in plan.specs_of(unit):
-            if spec.trainable:
-                dtype = unit.mp_policy.param_dtype or spec.dtype
-                grads[unit.name] += spec.numel * dtype.itemsize
-    root = plan.units[-1].name
-    others = 0
-    for fqn in plan.unsharded:
-        if fqn in plan.specs and plan.specs[fqn].trainable:
-            others += plan.specs[fqn].nbytes
-    inner = [unit.name for unit in plan.execution_order() if unit.name != root]
-    intervals = [Interval(FORWARD, root)]
-    for name in inner:
-        intervals += [Interval(FORWARD, name), Interval(AFTER_FORWARD, name)]
-    intervals.append(Interval(AFTER_FORWARD, root))
-    for name in (root, *reversed(inner)):
-        intervals.append(Interval(BACKWARD, name, grads[name], grads[name]))
-        if name != root:
-            intervals.append(Interval(AFTER_BACKWARD, name))
-    intervals.append(Interval(AFTER_BACKWARD, root, others, others))
-    return Trace(tuple(intervals), grads, 0, others)
 
 
 class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -34,12 +34,15 @@ from shardkit.memory.tracing import trace
 from shardkit.testing import distributed, fake_world
 
 
-def test_a_plan_alone_is_enough_for_all_but_activations():
+def test_an_optimizer_by_name_or_by_its_bytes():
     plan = plan_model(decoder(), mesh=MeshSpec.hybrid(2, 4))
-    of_plan, of_model = estimate(plan), estimate(decoder(), plan, optimizer=8)  # AdamW's bytes
-    assert [row.peak for row in of_plan] == [row.peak for row in of_model]
-    assert of_plan["HSDP"].plan == plan
-    assert "no batch given" in str(of_plan)
+    options = {"batch": TOKENS, "loss": mean}
+    by_name, by_bytes = (
+        estimate(decoder(), plan, optimizer=optimizer, **options) for optimizer in ("adamw", 8)
+    )
+    assert [row.peak for row in by_name] == [row.peak for row in by_bytes]
+    assert by_name["HSDP"].plan == plan
+    assert str(by_name).startswith("bytes on each of 8 ranks at the peak")
 
 
 def on(ranks: int, model: nn.Module) -> ShardingPlan:
@@ -70,7 +73,6 @@ def test_what_each_strategy_saves():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"plan": None}, "estimate needs a plan, and with a batch also the model."),
         ({"optimizer": -8}, "optimizer must be one of adamw,"),
         ({"optimizer": "adamax2"}, "or bytes of state per element, got 'adamax2'."),
         ({"batch": {"nothing": TOKENS}}, "batch fails in the model on fake tensors"),
@@ -79,7 +81,7 @@ def test_what_each_strategy_saves():
 def test_bad_arguments_of_an_estimate(arguments, text):
     model = Decoder()
     with pytest.raises(PlanError, match=re.escape(text)):
-        estimate(model, **{"plan": on(4, model)} | arguments)
+        estimate(model, on(4, model), **{"batch": TOKENS} | arguments)
 
 
 def test_a_step_is_traced_in_inference_mode_too():
@@ -301,7 +303,7 @@ def test_a_budget_checkpoints_blocks_with_tiles():
 
 
 def test_a_budget_needs_a_batch():
-    with pytest.raises(PlanError, match="batch must be given, got None"):
+    with pytest.raises(PlanError, match="batch fails in the model"):
         plan_for_budget(decoder(), "1GiB", on(2, decoder()), batch=None)
     with fake_world(2), pytest.raises(PlanError, match="memory_budget"):
         shard_model(decoder(), memory_budget="1GiB")

@@ -39,9 +39,18 @@ def test_what_fits_and_what_it_costs(config, capsys):
     assert "kept unsharded (ZeRO-2)" in shown
 
 
-def test_states_of_a_factory_without_a_batch(capsys):
+def test_the_plan_of_a_factory_without_a_batch(capsys):
     assert main(["plan", "small_models:Decoder", "--world", "4"]) == 0
-    assert "peak without activations (no batch given)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith("ShardingPlan: ")
+    assert "pass --batch" in shown
+
+
+def test_every_strategy_without_a_budget(capsys):
+    assert main(["plan", "small_models:Decoder", "--world", "4", "--batch", "2x5"]) == 0
+    shown = capsys.readouterr().out
+    assert "kept unsharded (ZeRO-2)" in shown
+    assert "pass --budget" in shown
 
 
 @pytest.mark.parametrize(
