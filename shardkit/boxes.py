@@ -419,8 +419,8 @@ def refuse_quantized(tensors: Iterable[tuple[str, Tensor]]) -> None:
     if names:
         raise ShardkitError(
             f"{listing(names)} is quantized ({listing(sorted(classes))}), and cannot be gathered: "
-            "blocks and scales are each shard's own. Save the state_dict() of each rank with "
-            "torch.save, or dequantize it first."
+            "blocks and scales are each shard's own. Save an optimizer's state with save_checkpoint, "
+            "or dequantize it first."
         )
 
 

@@ -141,7 +141,7 @@ def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
     """Gather a JSON-ready value of each rank, by global rank in order.
     Collective over ``groups``.
     """
-    known: list[tuple[int, Any]] = [(dist.get_rank(), value)]
+    known: list[tuple[int, Any]] = [(own_rank(), value)]
     for group in groups:
         gathered = all_gather_bytes(json.dumps(known).encode(), group)
         known = []

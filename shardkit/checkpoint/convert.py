@@ -17,9 +17,10 @@ from shardkit.checkpoint.dcp import ALONE
 from shardkit.checkpoint.directory import draft_of
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
-from shardkit.checkpoint.source import Source, read_values
+from shardkit.checkpoint.source import Quantized, Source, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.errors import CheckpointError
+from shardkit.state.optimizer import tensor_leaves
 
 
 def convert_checkpoint(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
@@ -64,6 +65,11 @@ def _tree(source: Source) -> dict[str, Any]:
     tree: dict[str, Any] = {"model": read_values(source, contents.model)}
     for name, first in contents.ties.items():
         tree["model"].setdefault(name, tree["model"][first])
+    if tensor_leaves(contents.optimizer, Quantized):
+        raise CheckpointError(
+            "The checkpoint has optimizer state in blocks of each rank's shard. Load the model "
+            "without it, and save that."
+        )
     if contents.optimizer is not None:
         tree["optimizer"] = read_values(source, contents.optimizer)
     if contents.scheduler is not None:

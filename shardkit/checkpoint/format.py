@@ -116,11 +116,6 @@ def _plan_file(path: Path, specs: Mapping[str, Spec]) -> tuple[NewFile, dict[str
         table[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER:
-        raise CheckpointError(
-            f"{path.name}: {len(specs):,} tensors need a header of {len(text):,} bytes, and "
-            f"safetensors allows {_MAX_HEADER:,}. Pass a smaller max_shard_size, for more files."
-        )
     header = len(text).to_bytes(8, "little") + text
     locations = {}
     for name, start in starts.items():

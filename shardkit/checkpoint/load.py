@@ -16,15 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.checkpoint import directory
 from shardkit.checkpoint.background import pending
+from shardkit.checkpoint.byte_ranges import Part, part_of
 from shardkit.checkpoint.dcp import DCP_NAME, DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX, find_tensors
 from shardkit.checkpoint.native import NativeCheckpoint
 from shardkit.checkpoint.source import (
     Contents,
+    Quantized,
     Safetensors,
     Source,
     Stored,
@@ -36,6 +39,7 @@ from shardkit.checkpoint.source import (
 from shardkit.checkpoint.torch_files import SUFFIXES, Shapes, TorchFiles, rank_files
 from shardkit.errors import CheckpointError, listing
 from shardkit.ranks import check_equal, max_over_ranks, one_group, own_rank, raise_on_all_ranks
+from shardkit.shards import as_sharded
 from shardkit.state.load import (
     KeyMap,
     LoadPlan,
@@ -51,6 +55,7 @@ from shardkit.state.optimizer import (
     optimizers_of,
     renamed_state,
     tensor_leaves,
+    with_leaves,
 )
 from shardkit.state.optimizer_load import check_names, install, plan_state
 
@@ -157,8 +162,11 @@ def load_checkpoint(
         others = read_values(source, others)
         if optimizer is not None:
             optimizers = optimizers_of(optimizer)
+            shards: dict[str, Part] = {}
+            if isinstance(source, NativeCheckpoint):
+                shards = source.quantized(number, len(ranks))
             optimizer_state, moments = _plan_optimizer(
-                optimizers, names, source, request, elsewhere
+                optimizers, names, source, shards, request, elsewhere
             )
             targets += moments
     if verify and isinstance(source, NativeCheckpoint):
@@ -278,7 +286,7 @@ def _plan_model(
         if is_known and renamed[name] not in elsewhere:
             offered[name] = value
     wanted: dict[str, object] = {**state.tensors, **dict.fromkeys(state.others)}
-    if not contents.model:  # a file of an optimizer alone
+    if not contents.model and contents.optimizer is not None:  # a file of an optimizer alone
         wanted = {}
     plan = plan_load(wanted, offered, replace(request, key_map=renamed.get))
     refuse_subclasses({name: state.tensors[name] for name in plan.copies if name in state.tensors})
@@ -292,6 +300,7 @@ def _plan_optimizer(
     optimizers: list[Optimizer],
     names: Mapping[nn.Parameter, str],
     source: Source,
+    shards: Mapping[str, Part],
     request: Request,
     elsewhere: set[str | None],
 ) -> tuple[OptimizerState, list[tuple[Any, Tensor]]]:
@@ -299,7 +308,7 @@ def _plan_optimizer(
     fill, with keys. Local; changes nothing.
 
     Existing state of the same shape and dtype is filled in place. New state is placed as by
-    ``load_full_optimizer_state_dict``.
+    ``load_full_optimizer_state_dict``. Of quantized state this rank's ``shards`` are taken over.
     """
 
     def own_name(name: str) -> str | None:
@@ -324,5 +333,21 @@ def _plan_optimizer(
     state, targets = plan_state(optimizers, names, saved["state"])
     stored = tensor_leaves(saved["state"], Stored)
     moments = [(stored[path].key, target) for path, target in targets.items()]
+    params = {fqn: param for param, fqn in names.items()}
+
+    def quantized(path: str, leaf: Quantized) -> Tensor:
+        param = params[path.split("/")[1]]
+        own, own_box = part_of(param)
+        shard, box = shards.get(f"optimizer/{leaf.name}", (own, None))
+        if box != own_box:
+            raise CheckpointError(
+                f"{request.where} has {leaf.name} quantized in blocks of each rank's shard. Load "
+                "it on as many ranks and the same mesh as saved it, or load the model without the "
+                "optimizer."
+            )
+        shard = shard.to(own.device)
+        return as_sharded(shard, param) if isinstance(param, DTensor) else shard
+
+    state = with_leaves(state, quantized, Quantized)
     param_groups = read_values(source, saved["param_groups"])
     return {"state": state, "param_groups": param_groups}, moments

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint.byte_ranges import bytes_sum, file_sums, raw, read_parts
+from shardkit.checkpoint.byte_ranges import Part, bytes_sum, file_sums, raw, read_parts
 from shardkit.checkpoint.directory import VERSION, read_manifest
 from shardkit.checkpoint.format import INDEX, SUFFIX, find_tensors
 from shardkit.checkpoint.random_state import restore_random
 from shardkit.checkpoint.save import RANKS, STATE, optimizer_name
-from shardkit.checkpoint.source import Contents, Safetensors, unpack
+from shardkit.checkpoint.source import Contents, Quantized, Safetensors, unpack
 from shardkit.errors import CheckpointError, listing
 from shardkit.ranks import Groups, raise_on_all_ranks, sum_over_ranks
 from shardkit.state.optimizer import with_leaves
@@ -47,11 +47,14 @@ class NativeCheckpoint(Safetensors):
         # what was equal on all ranks that saved; and if something was not, each rank's bytes of it
         self._shared, self._sizes = state["shared"], state.get("sizes")
         self._row = None if self._sizes is None else stored[RANKS][RANKS]
+
+        def leaf_at(place: str, _: Any) -> Any:
+            name = optimizer_name(place)
+            return stored.get("optimizer", {}).get(name, Quantized(name))
+
         self.contents = Contents(
             model=stored["model"] | state["extra_state"],
-            optimizer=with_leaves(
-                state["optimizer"], lambda place, _: stored["optimizer"][optimizer_name(place)]
-            ),
+            optimizer=with_leaves(state["optimizer"], leaf_at),
             scheduler=state["scheduler"],
             trainable_only=state["trainable_only"],
             ties=state["ties"],
@@ -74,8 +77,18 @@ class NativeCheckpoint(Safetensors):
             )
         if random:
             restored = self._shared | differing if is_same_world else self._shared
-            restore_random({k: unpack(data) for k, data in restored.items() if k != "extra"})
+            no_generators = ("extra", "quantized")
+            restore_random({k: unpack(v) for k, v in restored.items() if k not in no_generators})
         return extra
+
+    def quantized(self, number: int, world_size: int) -> dict[str, Part]:
+        """Return the rank's shards of quantized optimizer state, by name; none in a world of
+        another size. Local.
+        """
+        if self._sizes is not None and world_size != len(self._sizes):
+            return {}
+        shards: dict[str, Part] = unpack((self._shared | self._of_rank(number))["quantized"])
+        return shards
 
     def extras(self) -> list[Any]:
         """Return the extra of each rank that saved. Local."""

@@ -124,8 +124,6 @@ def load_pretrained(
     groups = groups_of(model)
     request = Request(os.fspath(path), strict, key_map)
     with raise_on_all_ranks(groups, CheckpointError, call="load_pretrained"):
-        if dtype is not None and not dtype.is_floating_point:
-            raise CheckpointError(f"dtype must be a floating-point dtype, got {dtype}.")
         tensors = live_state(model).tensors
         source = _open_files(model, tensors, request)
         dtypes = {}

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardkit._torch import is_wrapper
 from shardkit.checkpoint import directory
 from shardkit.checkpoint.background import (
     SaveHandle,
@@ -152,6 +154,10 @@ def save_checkpoint(
         "scheduler": snapshot.plain["scheduler"],
     }
     check_equal(same, groups, CheckpointError)
+    shards = _take_quantized(snapshot, groups)
+    with raise_on_all_ranks(groups, CheckpointError):
+        check_savable({key.partition("/")[2]: part for key, part in snapshot.tensors.items()})
+        own["quantized"] = pack(shards, "the optimizer")
     owners, row = _agree(snapshot, own, groups, ranks)
     with raise_on_all_ranks(groups, CheckpointError):
         files, parts = _plan_checkpoint(place, snapshot, owners, row)
@@ -201,7 +207,6 @@ def _collect(model: nn.Module, optimizer: Any, scheduler: Any, trainable_only: b
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     pack(plain, "the scheduler, or extra state of the model,")
-    check_savable({key.partition("/")[2]: tensor for key, tensor in tensors.items()})
     specs = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
     return Snapshot(tensors, specs, plain)
 
@@ -240,6 +245,26 @@ def check_savable(tensors: Mapping[str, Tensor]) -> None:
 # ---- 2. agree ------------------------------------------------------------------------------------
 
 
+def _take_quantized(snapshot: Snapshot, groups: Groups) -> dict[str, Part]:
+    """Take the optimizer state that any rank has quantized out of the snapshot, and return this
+    rank's shards of it. Collective.
+
+    Its blocks are of one shard, so that ranks save their own. torchao leaves a shard plain that has
+    no whole blocks, so that ranks tell each other what is quantized.
+    """
+    keys = []
+    for key, tensor in snapshot.tensors.items():
+        if key.startswith("optimizer/") and is_wrapper(local_value(tensor)):
+            keys.append(key)
+    shards = {}
+    for keys_there in gather_by_rank(keys, groups).values():
+        for key in keys_there:
+            if key in snapshot.tensors:
+                shards[key] = part_of(snapshot.tensors.pop(key))
+                del snapshot.specs[key]
+    return shards
+
+
 def _agree(
     snapshot: Snapshot, own: Mapping[str, bytes | None], groups: Groups, ranks: Sequence[int]
 ) -> tuple[dict[str, int], Part | None]:
@@ -254,7 +279,7 @@ def _agree(
     stage_id = digest([table, options])
     numbers: dict[str, int | None] = {"tensors": stage_id}
     for kind, data in own.items():
-        numbers[kind] = None if data is None else digest(data)
+        numbers[kind] = None if data is None else digest(hashlib.sha256(data).hexdigest())
     equal = _equal_on_all(numbers, groups)
 
     if "tensors" in equal:

@@ -27,7 +27,7 @@ from shardkit.checkpoint.byte_ranges import part_of, read_parts
 from shardkit.checkpoint.format import Location, Spec
 from shardkit.errors import CheckpointError, listing
 from shardkit.shards import local_value
-from shardkit.state.load import LoadPlan, Request, check_ties, same_values, unwritten
+from shardkit.state.load import LoadPlan, Request, check_ties, unwritten
 from shardkit.state.model import is_extra
 from shardkit.state.optimizer import renamed_state
 
@@ -45,6 +45,13 @@ class Stored(Spec):
     """A tensor in a checkpoint, and its key in the source."""
 
     key: Any = field(repr=False)  # ranks compare what they see by its repr
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor of an optimizer's state of which each rank saved its shard, with its own blocks."""
+
+    name: str
 
 
 @dataclass
@@ -116,7 +123,7 @@ def check_stored_ties(
             memory = unwritten(tensors[name], tensors[name].dtype, torch.device("cpu"))
             source.read([(source.contents.model[stored_name].key, memory)])
             values.append(local_value(memory))
-        return same_values(*values)
+        return torch.equal(*values)
 
     check_ties(plan, are_equal, request)
 
@@ -134,8 +141,7 @@ def refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(
             f"tensors cannot be of a subclass: {listing(refused)}. Of subclasses, only float8 "
             "training weights are saved. Save with trainable_only=True, and quantize the base "
-            "again from its own files; save quantized state of an optimizer by torch.save of each "
-            "rank's state_dict()."
+            "again from its own files."
         )
 
 
@@ -157,11 +163,6 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
     flat = dict(_flattened(model or {}))
     if optimizer is not None:
         return Contents(flat, _optimizer(optimizer))
-    if not any(isinstance(value, Stored) for value in flat.values()):
-        raise CheckpointError(
-            f"{where}: it has no tensors under {listing(map(str, tree))}. Save the model's state "
-            f"dict under one of {', '.join(MODEL_NAMES)}, or at the top level."
-        )
     return Contents(flat)
 
 

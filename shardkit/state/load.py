@@ -148,7 +148,7 @@ def _converts(have: torch.dtype, want: torch.dtype) -> bool:
 
 
 def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    return one is other or same_values(one.to(dtype), other.to(one.device, dtype))
+    return one is other or torch.equal(one.to(dtype), other.to(one.device, dtype))
 
 
 def _described(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,14 +318,6 @@ def check_ties(
         if request.strict:
             raise request.error(text)
         logger.warning(text)
-
-
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal, NaN being equal to itself. Local."""
-    if torch.equal(one, other):
-        return True
-    ones, others = one.contiguous().view(-1), other.contiguous().view(-1)
-    return torch.equal(ones.view(torch.uint8), others.view(torch.uint8))
 
 
 def rename(name: str, key_map: KeyMap | None) -> str | None:

