@@ -50,9 +50,10 @@ def check_unsharded(
         )
     inside_allowed = tuple(f"{fqn}." for fqn in already_sharded)
     sharded = []
-    for node in tree.instances(FSDPModule):
-        if not f"{node.fqn}.".startswith(inside_allowed):
-            sharded.append(node.name)
+    for node in tree.nodes:
+        if isinstance(node.module, FSDPModule):
+            if not f"{node.fqn}.".startswith(inside_allowed):
+                sharded.append(node.name)
     if sharded:
         problems.append(
             f"{listing(sharded, 6)} is sharded already. A model is sharded once, by one plan. To "
@@ -60,8 +61,8 @@ def check_unsharded(
             "build it again."
         )
     split = []
-    for fqn, param in tree.params.items() if mesh is None else ():
-        if isinstance(param, DTensor) and not fqn.startswith(inside_allowed):
+    for fqn in tree.ordered(tree.unsplit) if mesh is None else ():
+        if isinstance(tree.params[fqn], DTensor) and not fqn.startswith(inside_allowed):
             split.append(fqn)
     if split:
         problems.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -18,14 +18,7 @@ from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.selection import Overrides, Rule, Selection, check_settings, policy_name
-from shardkit.planning.tree import (
-    ModelTree,
-    ModuleNode,
-    assign,
-    has_forward,
-    in_order,
-    tie_problem,
-)
+from shardkit.planning.tree import ModelTree, ModuleNode, assign, in_order, tie_problem
 
 FEW = 1024  # elements of a frozen parameter that is worth no sharding where modules share it
 
@@ -209,64 +202,6 @@ def plan_of(
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
-
-
-def plan_from_units(
-    tree: ModelTree,
-    units: Mapping[str, Overrides],
-    mesh: MeshSpec,
-    *,
-    ignored: Collection[str] = (),
-    prefetch: int = 0,
-) -> ShardingPlan:
-    """Return the plan whose units are these modules, by FQN, each with its settings.
-
-    ``""`` is the root. What torch would refuse is repaired as in the default rule, with a note:
-    modules that share a parameter become one unit, and modules of another dtype become units of
-    their own. Modules without a forward or without parameters are not units.
-    """
-    notes = []
-    selections, uncalled = [], []
-    for fqn, settings in units.items():
-        node = tree.node(fqn)
-        if node is tree.root or has_forward(node.module):
-            selections.append(Selection((node,), settings, reshard=node is not tree.root))
-        else:
-            uncalled.append(fqn)
-    if uncalled:
-        notes.append(
-            f"{listing(uncalled, 6)}: has no forward, so the unit around it owns its parameters"
-        )
-
-    skipped = set(ignored)
-    selections, tie_notes = join_ties(tree, selections, skipped)
-    for selection in selections:
-        if len(selection.modules) > 1:
-            names = listing(node.fqn for node in selection.modules)
-            notes.append(f"{names}: share a parameter, so are one unit")
-    selections, _, dtype_notes = split_dtypes(tree, selections, skipped)
-
-    owned, _ = assign(tree, [selection.modules for selection in selections], skipped)
-    kept, empty = [], []
-    for selection, params in zip(selections, owned, strict=True):
-        policy = selection.overrides.get("mp_policy")
-        casts = policy is not None and policy.output_dtype is not None
-        if params or casts or tree.root in selection.modules:
-            kept.append(selection)
-        else:
-            empty += [node.fqn for node in selection.modules]
-    if empty:
-        notes.append(f"{listing(empty, 4)}: without parameters of its own, so not a unit")
-    return plan_of(
-        tree,
-        mesh,
-        kept,
-        Overrides(),
-        ignored=skipped,
-        replicated=tree.unshardable(),
-        prefetch=prefetch,
-        notes=[*notes, *tie_notes, *dtype_notes],
-    )
 
 
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:

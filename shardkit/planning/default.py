@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Set
 
 import torch.nn as nn
@@ -35,10 +34,9 @@ def default_units(tree: ModelTree) -> list[Selection]:
     for block in blocks:
         in_blocks.update(tree.subtree(block))
     in_lists = set(in_blocks)  # other items of lists need not be called
-    for node in tree.instances(nn.ModuleList):
-        in_lists.update(
-            *[tree.subtree(child) for child in tree.children(node) if child not in in_lists]
-        )
+    for node in tree.nodes:
+        if isinstance(node.module, nn.ModuleList) and node not in in_lists:
+            in_lists.update(tree.subtree(node)[1:])
     outside = [node for node in tree.nodes if node not in in_lists and is_called(node)]
 
     head = _declared(tree, "get_output_embeddings", outside)
@@ -131,32 +129,18 @@ def _caller(node: ModuleNode) -> ModuleNode:
 
 
 def _list_items(tree: ModelTree) -> set[ModuleNode]:
-    """Return the items of containers, and attributes that a number tells apart, as ``encoder1``.
-
-    Not experts: a rank may have no token for one, and not call it.
+    """Return the items of containers, but not experts: a rank may have no token for one, and not
+    call it.
     """
     experts: set[ModuleNode] = set()
     items: set[ModuleNode] = set()
     for node in tree.nodes:
-        if not node.module._modules:
+        if not isinstance(node.module, _CONTAINERS):
             continue
-        if isinstance(node.module, _CONTAINERS):
-            if "expert" in node.fqn.rpartition(".")[2].lower():
-                experts.update(tree.subtree(node))
-            else:
-                items.update(tree.children(node))
-            continue
-        if not re.search(r"\d", "".join(node.module._modules)):
-            continue
-        numbered: dict[str, list[ModuleNode]] = defaultdict(list)
-        for child in tree.children(node):
-            name = child.fqn.rpartition(".")[2]
-            if re.search(r"\d", name):
-                numbered[re.sub(r"\d+", "#", name)].append(child)
-        for alike in numbered.values():
-            # Where one is a single layer, they are plain layers, or branches as of Inception.
-            if len(alike) > 1 and all(_has_matrices(tree, child, 2) for child in alike):
-                items.update(alike)
+        if "expert" in node.fqn.rpartition(".")[2].lower():
+            experts.update(tree.subtree(node))
+        else:
+            items.update(tree.children(node))
     return items - experts
 
 

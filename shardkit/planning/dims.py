@@ -14,7 +14,7 @@ from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, is_world_size
 from shardkit.plan.types import nbytes
 
 _EFFECT = "the fullest rank holds"  # in each note of this file
-SLACK = 0.01  # how much more than with the best dims the fullest rank may hold
+SLACK = 0.01  # how much more a shape on dim 0 may cost, of what the fullest rank must hold
 # The same on more than MANY ranks. There torch copies a parameter on another dim from and to as
 # many views as there are ranks, in every collective (16,384: 0.1 s), and a rank's part of it is
 # thousands of short runs in a file.
@@ -22,13 +22,12 @@ MANY, SLACK_OF_MANY = 1024, 0.5
 
 
 def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
-    """Return the plan in which the fullest rank holds at most ``SLACK`` more than it must; pure.
+    """Return the plan with other dims where dim 0 would cost the fullest rank over ``SLACK``; pure.
 
     FSDP2 gives whole rows of dim 0 to each rank: 8 experts on 64 ranks leave 56 without any. It
-    shards other dims in equal parts only, and copies them once more in each collective. So the
-    shapes that waste most are taken first, and no more than needed, each on the first dim that
-    divides, whose shards are the longest runs in memory. Notes say why. Parameters in ``keep``
-    stay as they are.
+    shards other dims in equal parts only, and copies them once more in each collective. So only
+    shapes that waste much are taken, each on the first dim that divides, whose shards are the
+    longest runs in memory. Notes say why. Parameters in ``keep`` stay as they are.
     """
     # What could be on another dim, by shape and dtype: the dims, and the bytes that this saves.
     possible: dict[Any, dict[str, int]] = defaultdict(dict)
@@ -49,14 +48,14 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
         return plan
 
     on_dim_0 = plan.held_bytes()
-    held = on_dim_0
-    least = held - sum(saving.values())
+    least = on_dim_0 - sum(saving.values())
     slack = SLACK if plan.mesh.shard_size <= MANY else SLACK_OF_MANY
+    held = on_dim_0
     dims: dict[str, int] = {}
-    for kind in sorted(possible, key=lambda kind: -saving[kind]):
-        if held > (1 + slack) * least:
+    for kind, bytes_saved in saving.items():
+        if bytes_saved > slack * least:
             dims.update(possible[kind])
-            held -= saving[kind]
+            held -= bytes_saved
 
     units = []
     for unit in plan.units:

@@ -165,14 +165,6 @@ class ModelTree:
                     inside.append(child)
         return inside
 
-    def instances(self, *classes: type) -> list[ModuleNode]:
-        """The modules of these classes."""
-        instances: list[ModuleNode] = []
-        for cls, nodes in self.by_class.items():
-            if issubclass(cls, classes):
-                instances += nodes
-        return instances
-
     def node(self, fqn: str) -> ModuleNode:
         """The module of a path, also of a further path of a shared module."""
         return self._by_module[id(self.root.module.get_submodule(fqn))]

@@ -168,7 +168,7 @@ def test_units(make: Callable[[], nn.Module], expected: list[str]) -> None:
 
 
 def test_the_blocks_of_stages_are_units() -> None:
-    """Stages as attributes that a number tells apart."""
+    """Stages as attributes, not in a list."""
     with torch.device("meta"):
         stages = {"stage1": stage(2, 256), "stage2": stage(6, 1024)}
         model = Model(stem=nn.Linear(3, 256), **stages, head=nn.Linear(2048, 2000))
@@ -189,10 +189,9 @@ def branches() -> nn.Module:
 
 
 def test_branches_are_checkpointed_together() -> None:
-    plan = plan_model(
-        Model(inception1=branches(), inception2=branches()), mesh=EIGHT, checkpoint_activations=True
-    )
-    assert [unit.blocks for unit in plan.units] == [("inception1",), ("inception2",), ()]
+    model = Model(layers=nn.ModuleList([branches(), branches()]))
+    plan = plan_model(model, mesh=EIGHT, checkpoint_activations=True)
+    assert [unit.blocks for unit in plan.units] == [("layers.0",), ("layers.1",), ()]
 
 
 def test_checkpointing_that_reaches_no_block_is_an_error() -> None:

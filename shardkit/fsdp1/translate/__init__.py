@@ -33,8 +33,8 @@ from shardkit.fsdp1.translate.strategy import (
     mesh_of_arguments,
     parse_strategy,
 )
+from shardkit.fsdp1.translate.units import plan_from_units
 from shardkit.plan.types import ancestors
-from shardkit.planning.build import plan_from_units
 from shardkit.planning.selection import Overrides
 from shardkit.planning.tree import ModelTree
 
