@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import small_models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshes import mesh_of
-from small_models import Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -25,17 +25,12 @@ CPU = torch.device("cpu")
 TOKENS, DIM = 11, 7  # neither divides by the number of ranks
 
 
-class Decoder(nn.Module):
+class Decoder(small_models.Decoder):
     """Tied embedding and head, a frozen block, a frozen norm, and a buffer that forward reads."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(TOKENS, DIM)
-        self.layers = nn.ModuleList(Block(DIM) for _ in range(3))
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, TOKENS, bias=False)
-        self.head.weight = self.embed.weight
+        super().__init__(3, DIM, TOKENS, tied=True)
         self.register_buffer("positions", torch.rand(5, DIM), persistent=False)
         self.layers[0].requires_grad_(False)
         self.layers[1].norm.requires_grad_(False)

@@ -4,8 +4,6 @@ wrong.
 
 from __future__ import annotations
 
-import copy
-
 import numpy
 import torch
 from torch import Tensor, nn
@@ -129,14 +127,6 @@ def seeded_inside(m):
     m.b = nn.Parameter(torch.randn(3))
 
 
-def copies(m):
-    block = nn.TransformerEncoderLayer(8, 2, 12)
-    m.encoder = nn.ModuleList(copy.deepcopy(block) for _ in range(3))
-    m.table = nn.Parameter(torch.randn(4, 2))
-    m.mirror = nn.Parameter(m.table.data)  # the same memory, another parameter
-    m._parameters["direct"] = nn.Parameter(torch.randn(4))
-
-
 def norms(m):
     m.a = nn.utils.parametrizations.weight_norm(nn.Linear(5, 7))
     m.b = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 7))
@@ -222,16 +212,9 @@ def forward_in_the_constructor(m):
     m.out = nn.Linear(width, 3)
 
 
-def without_elements(m):
-    m.register_buffer("nothing", torch.Tensor())
-    m.register_buffer("columns", torch.empty(8, 0))
-    m.attribute = torch.Tensor()
-    m.w = nn.Parameter(torch.cat([torch.empty(0, 3), torch.rand(2, 3)]))
-
-
 FILLS = [
     in_place_parts, samplers, rejection, values_in_control_flow, constants, reused_numpy_memory, buffers, dtypes,
-    reseeding, seeded_inside, copies, norms, looks_at_devices, decompositions,
+    reseeding, seeded_inside, norms, looks_at_devices, decompositions,
     reads_before_changes, draws_that_depend_on_values, lists_as_indices, tensors_of_python_data,
-    forward_in_the_constructor, without_elements,
+    forward_in_the_constructor,
 ]  # fmt: skip

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import torch
 from fsdp1_models import fsdp1
-from state_models import VOCAB, Block, Net
+from small_models import Block
+from state_models import VOCAB, Net
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy

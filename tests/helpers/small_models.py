@@ -18,11 +18,11 @@ def keep_all(context: object, op: object, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int = 8) -> None:
+    def __init__(self, dim: int = 8, inner: int | None = None) -> None:
         super().__init__()
+        inner = inner or 2 * dim
         self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 2 * dim)
-        self.down = nn.Linear(2 * dim, dim)
+        self.up, self.down = nn.Linear(dim, inner), nn.Linear(inner, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.relu(self.up(self.norm(x))))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from layouts import blockwise, columns, hsdp, plain, tensor_parallel
 from meshes import mesh_of
+from small_models import Block
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -16,17 +17,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import Optimizer
 
 WIDTH, VOCAB = 6, 7
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 10)
-        self.down = nn.Linear(10, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
 
 
 class Net(grads_net.Net):
@@ -38,7 +28,7 @@ class Net(grads_net.Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH, 10) for _ in range(2))
         self.batch_norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("counts", torch.arange(5, dtype=torch.int16))
         self.register_buffer("scale", torch.tensor(1.5, dtype=torch.float64))

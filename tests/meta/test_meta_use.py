@@ -69,26 +69,6 @@ def test_casts_after_the_context_are_followed():
     assert differences(plain, materialize(shard(model.to(torch.bfloat16)))) == []
 
 
-# ---- initializers --------------------------------------------------------------------------------
-
-
-def scaled(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        module.weight.data.mul_(0.5)
-        nn.init.normal_(module.bias)
-
-
-def test_initializers_of_the_user_and_of_modules_belong_inside():
-    def build():
-        model = nn.Sequential(
-            nn.Linear(4, 5), nn.BatchNorm1d(5), nn.MultiheadAttention(4, 2), nn.LSTM(4, 3)
-        )
-        model[3].reset_parameters()
-        return model.apply(scaled)
-
-    check_same_as_ordinary(build)
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 
