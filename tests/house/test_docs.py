@@ -10,6 +10,7 @@ file runs in such a world, whatever it shards.
 import doctest
 import importlib
 import io
+import itertools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -67,8 +68,9 @@ def run_page(text: str, name: str) -> None:
     """Run the page's Python blocks that are neither test files nor programs of torchrun."""
     namespace = {"__name__": "__main__"}
     world = WORLD.search(text)
+    page = list(blocks(text))
     with ExitStack() as stack:
-        for block in blocks(text):
+        for block, following in itertools.zip_longest(page, page[1:]):
             if block.language != "python" or FILE.match(block.code):
                 continue
             if PROGRAM.match(block.code):
@@ -78,8 +80,25 @@ def run_page(text: str, name: str) -> None:
                 world = None
             if block.code.startswith(">>> "):
                 run_session(block, name, namespace)
-            else:  # with the page's line numbers in tracebacks
+                continue
+            with redirect_stdout(io.StringIO()) as printed:
+                # with the page's line numbers in tracebacks
                 exec(compile("\n" * block.line + block.code, name, "exec"), namespace)
+            if is_output(text, block, following):
+                assert printed.getvalue().strip() == following.code.strip()
+
+
+def is_output(text: str, block: Block, following: Block | None) -> bool:
+    """Whether a ``text`` block follows a ``python`` block directly: it is what that prints."""
+    if following is None or (block.language, following.language) != ("python", "text"):
+        return False
+    return not text[block.offset : following.offset].partition("\n```\n")[2].strip()
+
+
+def test_the_pages_have_outputs_that_are_compared():
+    texts = [page.read_text() for page in PAGES]
+    pairs = [(text, *pair) for text in texts for pair in itertools.pairwise(blocks(text))]
+    assert sum(is_output(*pair) for pair in pairs) >= 8
 
 
 def run_session(block: Block, name: str, namespace: dict[str, object]) -> None:

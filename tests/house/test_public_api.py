@@ -1,19 +1,14 @@
-"""The public names: what they are, that they are documented, and that the pages say of them what is
-so.
+"""The public names: what they are, and that they are documented.
 
-``__init__.pyi`` lists the names, README has the two commands, and the pages the output of their
-code.
+``__init__.pyi`` lists the names, README has the two commands.
 """
 
-import contextlib
 import inspect
-import io
 import re
 import subprocess
 from collections.abc import Iterator
 from types import ModuleType
 
-import pytest
 import torch.distributed.fsdp
 from test_docs import ROOT, blocks
 
@@ -26,7 +21,6 @@ import shardkit.sequence
 import shardkit.state
 import shardkit.testing
 import shardkit.watching
-from shardkit.testing import fake_world
 
 STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()
 NAMES = set(re.findall(r" as (\w+)", STUB))
@@ -105,45 +99,7 @@ def test_everything_public_is_documented():
     assert [problem for name, value in found.items() for problem in undocumented(name, value)] == []
 
 
-# --- The pages ------------------------------------------------------------------------------------
-
-
-def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
-    """What each ``python`` block that a ``text`` block follows directly prints, and that text."""
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    page = list(blocks(text))
-    for block, following in zip(page, [*page[1:], None], strict=True):
-        if block.language == "python" and ">>> " not in block.code:
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out):
-                exec(block.code, namespace)
-            between = (
-                text[block.offset : following.offset].partition("\n```\n")[2]
-                if following
-                else "end"
-            )
-            if following and following.language == "text" and not between.strip():
-                yield out.getvalue().strip(), following.code.strip()
-
-
-@pytest.mark.parametrize(
-    ("page", "outputs"),
-    [
-        ("README.md", 1),
-        ("docs/the-plan.md", 5),
-        ("docs/migrating-from-fsdp1.md", 2),
-    ],
-)
-def test_the_output_on_a_page_is_what_its_code_prints(page, outputs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a block may write files
-    text = (ROOT / page).read_text()
-    # A model that is recorded and never materialized would be replayed before the next one of this
-    # process.
-    with fake_world(8), torch.random.fork_rng(devices=[]):
-        pairs = list(printed_and_shown(text))
-    assert len(pairs) == outputs
-    for printed, shown in pairs:
-        assert printed == shown
+# --- README ---------------------------------------------------------------------------------------
 
 
 def test_ci_runs_the_one_test_command_of_the_readme():

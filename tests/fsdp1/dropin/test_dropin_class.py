@@ -266,19 +266,6 @@ def test_methods_besides_forward():
 
 
 @distributed(world_size=2, backend="gloo")
-def test_zero_grad_drops_what_no_sync_put_aside():
-    torch.manual_seed(0)
-    model = FSDP(nn.Linear(3, 2))
-    with model.no_sync():
-        model(torch.full((1, 3), 100.0)).sum().backward()
-        model.zero_grad()
-    model(torch.ones(1, 3)).sum().backward()
-    assert torch.equal(model.weight.grad, torch.ones(3))
-    model.zero_grad(set_to_none=False)
-    assert not model.weight.grad.any()
-
-
-@distributed(world_size=2, backend="gloo")
 def test_parameters_are_the_sharded_ones_whenever_they_are_asked_for():
     _, model = trees()
     with torch.no_grad():
