@@ -19,22 +19,17 @@ from shardkit._torch import units_of
 
 
 def observe_collectives(unit: FSDPUnit, note: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``note`` right before each all-gather, reduce-scatter or all-reduce of a unit; return
-    what ends it. Local.
+    """Call ``note`` right before each all-gather and reduce-scatter of a unit; return what ends it.
+    Local.
 
-    An all-reduce that follows a reduce-scatter is not noted. The objects that run collectives,
-    torch's or those of ``set_custom_all_gather``, become copies of a derived class, which passes
-    torch's isinstance checks. On a shard axis of one rank FSDP2 all-reduces without them, and only
-    allocates the input and the output (torch 2.11 to 2.15).
+    The objects that run collectives, torch's or those of ``set_custom_all_gather``, become copies
+    of a derived class, which passes torch's isinstance checks. All-reduces do not go through such
+    an object, so they are not noted.
     """
     own: Any = unit
     before = own._all_gather_comm, own._reduce_scatter_comm
-    group = getattr(own.mesh_info, "shard_process_group", None)
-    alone = group is None or group.size() == 1
     own._all_gather_comm = _noting(before[0], partial(note, "all-gather"))
-    own._reduce_scatter_comm = _noting(
-        before[1], partial(note, "all-reduce" if alone else "reduce-scatter"), alone
-    )
+    own._reduce_scatter_comm = _noting(before[1], partial(note, "reduce-scatter"))
 
     def end() -> None:
         own._all_gather_comm, own._reduce_scatter_comm = before
@@ -42,20 +37,11 @@ def observe_collectives(unit: FSDPUnit, note: Callable[[str], None]) -> Callable
     return end
 
 
-def _noting(comm: Any, note: Callable[[], None], when_it_allocates: bool = False) -> Any:
-    allocations = 0
-
+def _noting(comm: Any, note: Callable[[], None]) -> Any:
     class Noting(type(comm)):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             note()
             return super().__call__(*args, **kwargs)
-
-        def allocate(self, *args: Any, **kwargs: Any) -> Any:
-            nonlocal allocations
-            allocations += 1
-            if when_it_allocates and allocations % 2:  # the input, not the output
-                note()
-            return super().allocate(*args, **kwargs)
 
     noting = copy.copy(comm)
     noting.__class__ = Noting

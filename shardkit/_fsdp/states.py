@@ -9,34 +9,12 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit._fsdp import FSDPUnit, fsdp_params, states_of
 from shardkit._torch import units_of
 
 _without_hooks: WeakSet[Any] = WeakSet()  # the states in a context of ``without_hooks``
-
-
-def units_unsharded_until_backward(model: nn.Module) -> list[FSDPUnit]:
-    """Return the units with ``reshard_after_forward=False``, and those of roots with torch's
-    default, None.
-    """
-    kept: list[FSDPUnit] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        is_root = state._is_root
-        if is_root is None:  # before the first forward, which makes the outermost modules roots
-            is_root = module not in inside
-        if module not in inside:
-            inside.update(module.modules())
-        for unit in units_of(state):
-            by_default = is_root and state._auto_reshard_after_forward
-            if by_default or unit.post_forward_mesh_info is None:
-                kept.append(unit)
-    return kept
 
 
 @contextmanager

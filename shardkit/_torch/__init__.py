@@ -1,7 +1,7 @@
 """Private names of torch, each with its reason: here those of the path of ``shard_model``, of
 models, and versions.
 
-The other files of this package are for what imports them: ``dispatch``, ``steps``, ``worlds``.
+The other files of this package are for what imports them: ``dispatch`` and ``steps``.
 Besides ``_fsdp``, no other module of shardkit uses a torch name with an underscore
 (``tests/house/test_layers.py``). When a new torch breaks shardkit, look here first.
 """
@@ -65,13 +65,9 @@ def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]
 
 
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return those parameters without names, in a third of the time, as every clip asks. Local."""
-    modules = list(model.modules())
-    sharded = sharded_stand_ins(modules)
-    params: dict[nn.Parameter | None, None] = {}
-    for module in modules:
-        params.update(dict.fromkeys(module._parameters.values()))
-    return [sharded.get(param, param) for param in params if param is not None]
+    """Return those parameters without names. Local."""
+    sharded = sharded_stand_ins(model.modules())
+    return [sharded.get(param, param) for param in model.parameters()]
 
 
 def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:

@@ -14,7 +14,6 @@ from shardkit._fsdp.states import (
     drop_unreduced_gradients,
     reset_iteration,
     roots_of,
-    units_unsharded_until_backward,
     unsharded_until_backward,
 )
 from shardkit._fsdp.waiting import let_optimizers_clear
@@ -106,8 +105,11 @@ def accumulate(
                 unsharded_until_backward(model, only_frozen=keep_unsharded == "frozen")
             )
         if not last:
-            for unit in units if keep_unsharded is False else units_unsharded_until_backward(model):
-                unit.reshard_after_backward = keep_unsharded is False
+            for unit in units:
+                if keep_unsharded is False:
+                    unit.reshard_after_backward = True
+                elif unit.post_forward_mesh_info is None:  # it stays unsharded after forward
+                    unit.reshard_after_backward = False
         try:
             yield
         except BaseException:

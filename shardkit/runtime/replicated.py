@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 from shardkit._torch import named_sharded_parameters
@@ -100,19 +99,15 @@ def unreduced_problem(model: nn.Module) -> str | None:
     """Name the parameters that train outside of all units, so that no one reduces their gradients.
     Local, pure.
     """
-    meshes = {unit.mesh_info.mesh for unit in fsdp_units(model)}
-    if all(mesh.size() == 1 for mesh in meshes):
+    units = fsdp_units(model)
+    if all(unit.mesh_info.mesh.size() == 1 for unit in units):
         return None
-    groups = functools.cache(_groups)  # most parameters have one mesh
-    reduced: set[tuple[int, ...]] = set()
-    for mesh in meshes:
-        reduced.update(groups(mesh))
-    replicated = replicated_parameters(model)
+    reduced = replicated_parameters(model)
+    for unit in units:
+        reduced.update(param.sharded_param for param in unit.fsdp_params)
     unreduced = []
     for fqn, param in named_sharded_parameters(model):
-        if not param.requires_grad or param in replicated:
-            continue
-        if not isinstance(param, DTensor) or reduced.isdisjoint(groups(param.device_mesh)):
+        if param.requires_grad and param not in reduced:
             unreduced.append(fqn)
     if not unreduced:
         return None
@@ -122,13 +117,6 @@ def unreduced_problem(model: nn.Module) -> str | None:
         "the copies drift apart. All-reduce their gradients before optimizer.step(), or leave them "
         "out of ignored_params."
     )
-
-
-def _groups(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    """The ranks of each group: torch may give a DTensor an equal mesh made earlier, which has
-    groups of its own.
-    """
-    return [tuple(dist.get_process_group_ranks(group)) for group in mesh.get_all_groups()]
 
 
 @dataclass(eq=False)
