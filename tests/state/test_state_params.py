@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from shardkit import shard_model
 from shardkit.checkpoint import named_full_tensors
 from shardkit.errors import ShardkitError
 from shardkit.state import full_params, full_state_dict
@@ -54,6 +55,18 @@ def test_inside_they_are_the_plain_models_and_afterwards_the_same_objects(layout
     assert registry(model) == before
     with torch.no_grad():
         assert_same_output(layout, model.eval()(IDS), plain.eval()(IDS))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_the_first_forward_of_all_may_be_inside():
+    plain = seeded(Net)
+    model = shard_model(seeded(Net))
+    with full_params(model), torch.no_grad():
+        assert torch.equal(model(IDS), plain(IDS))
+    for net in (model, plain):
+        net(IDS).sum().backward()
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), other.grad), name
 
 
 @pytest.mark.parametrize(
