@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 import torch
 from layouts import assert_equal, values_of
+from meshes import mesh_of
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from shardkit.checkpoint import load_checkpoint
-from shardkit.testing import distributed
+from shardkit import clip_grad_norm_, shard_model
+from shardkit._fsdp import fsdp_units
+from shardkit.checkpoint import load_checkpoint, save_checkpoint
+from shardkit.grads import global_token_count
+from shardkit.testing import comm_counts, distributed
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 PROGRAM = re.compile(r"```python\n(# torchrun --nproc-per-node 4 (\w+)\.py\n.*?)```", re.DOTALL)
@@ -38,6 +44,13 @@ def run_program(name: str, folder: Path) -> dict[str, Any]:
     scope: dict[str, Any] = {"__name__": "__main__"}
     code = PROGRAMS[name].replace('"runs/', f'"{folder}/')
     in_float64(exec, compile(code, f"{name}.py", "exec"), scope)
+    return scope
+
+
+def definitions(name: str) -> dict[str, Any]:
+    """Return the names of a program's classes and functions."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(PROGRAMS[name].partition("mesh = init_device_mesh")[0], scope)
     return scope
 
 
@@ -86,3 +99,99 @@ def test_a_program_trains_as_one_process_does(name, tmp_path):
         load_checkpoint(tmp_path / name, model, optimizer)
         whole = values_of(model, optimizer)
         assert_equal(values_of(scope["model"], scope["optimizer"]), whole, some=True)
+
+
+class WithGain(nn.Module):
+    """A block with a scalar parameter, which shardkit replicates."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.gain = block, nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.block(x)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reshard"), [(ScheduleGPipe, True), (ScheduleInterleaved1F1B, False)]
+)
+@distributed(world_size=4, backend="gloo")
+def test_a_schedule_reduces_once_and_its_checkpoint_loads_without_stages_and_back(
+    schedule, reshard, tmp_path
+):
+    in_float64(train_by_schedule, schedule, reshard, tmp_path)
+
+
+def train_by_schedule(schedule: Any, reshard: bool, folder: Path) -> None:
+    """Train two stages, or with an interleaved schedule four of which each rank has two."""
+    scope = definitions("pipeline")
+    plain_model = scope["Model"]
+
+    def model_with_gains() -> nn.Module:
+        model = plain_model()
+        for name, block in model.blocks.items():
+            model.blocks[name] = WithGain(block)
+        return model
+
+    mesh = mesh_of((2, 2), "pp", "dp")
+    pp, dp = mesh["pp"], mesh["dp"]
+    is_interleaved = issubclass(schedule, PipelineScheduleMulti)
+    numbers = [pp.get_local_rank()]
+    if is_interleaved:
+        numbers.append(pp.get_local_rank() + 2)
+
+    def build() -> tuple[nn.ModuleList, nn.Module, torch.optim.Optimizer]:
+        """Return this rank's stages, one module that has them under the names of the whole model,
+        and their optimizer.
+        """
+        parts = nn.ModuleList()
+        whole_names = nn.Module()
+        whole_names.blocks = nn.ModuleDict()
+        for number in numbers:
+            torch.manual_seed(0)
+            part = scope["cut"](model_with_gains(), number, 2 * len(numbers))
+            parts.append(shard_model(part, mesh=dp, reshard_after_forward=reshard))
+            whole_names.blocks.update(part.blocks)
+        whole_names.embed, whole_names.head = parts[0].embed, parts[-1].head
+        return parts, whole_names, torch.optim.AdamW(parts.parameters(), lr=1e-2)
+
+    parts, model, optimizer = build()
+    scope |= {"Model": model_with_gains, "model": parts}
+    stages = []
+    for number, part in zip(numbers, parts, strict=True):
+        stages.append(
+            PipelineStage(
+                part, number, 2 * len(numbers), torch.device("cpu"), group=pp.get_group()
+            )
+        )
+    run = schedule(
+        stages if is_interleaved else stages[0], 4, loss_fn=scope["mean_loss"], scale_grads=False
+    )
+    norms = []
+    for step in range(3):
+        ids, labels = scope["batch"](step, dp.get_local_rank())
+        scope["tokens"] = global_token_count((labels != -100).sum(), parts)
+        with comm_counts() as counts:
+            run.step(ids) if stages[0].is_first else run.step(target=labels)
+        norms.append(clip_grad_norm_(parts, 0.5, group=pp.get_group()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    units = len(fsdp_units(parts))
+    assert counts.reduce_scatters == units
+    assert counts.all_gathers == (units * 5 if reshard else units)
+    whole, whole_optimizer, expected = train_in_one_process(scope, readers=2)
+    assert norms == pytest.approx(expected, rel=1e-12)
+    assert_trained_alike(
+        {"model": model, "optimizer": optimizer}, values_of(whole, whole_optimizer)
+    )
+
+    trained = values_of(model, optimizer)
+    save_checkpoint(folder / "stages", model, optimizer)
+    loaded = shard_model(model_with_gains(), sync_module_states=True)
+    loaded_optimizer = torch.optim.AdamW(loaded.parameters())
+    load_checkpoint(folder / "stages", loaded, loaded_optimizer)
+    assert_equal(trained, values_of(loaded, loaded_optimizer), some=True)
+    save_checkpoint(folder / "whole", loaded, loaded_optimizer)
+    _, other, other_optimizer = build()
+    load_checkpoint(folder / "whole", other, other_optimizer)
+    assert_equal(values_of(other, other_optimizer), trained)
