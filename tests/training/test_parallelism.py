@@ -4,6 +4,7 @@ layout.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,22 @@ from typing import Any
 import pytest
 import torch
 from layouts import assert_equal, values_of
+from memory_count import LiveStorages
 from meshes import mesh_of
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from shardkit import clip_grad_norm_, shard_model
+from shardkit import MeshSpec, apply_plan, clip_grad_norm_, plan_model, shard_model
 from shardkit._fsdp import fsdp_units
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.grads import global_token_count
+from shardkit.memory import estimate
 from shardkit.testing import comm_counts, distributed
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
@@ -160,9 +168,7 @@ def train_by_schedule(schedule: Any, reshard: bool, folder: Path) -> None:
     stages = []
     for number, part in zip(numbers, parts, strict=True):
         stages.append(
-            PipelineStage(
-                part, number, 2 * len(numbers), torch.device("cpu"), group=pp.get_group()
-            )
+            PipelineStage(part, number, 2 * len(numbers), torch.device("cpu"), group=pp.get_group())
         )
     run = schedule(
         stages if is_interleaved else stages[0], 4, loss_fn=scope["mean_loss"], scale_grads=False
@@ -195,3 +201,37 @@ def train_by_schedule(schedule: Any, reshard: bool, folder: Path) -> None:
     _, other, other_optimizer = build()
     load_checkpoint(folder / "whole", other, other_optimizer)
     assert_equal(values_of(other, other_optimizer), trained)
+
+
+@distributed(world_size=4, backend="gloo")
+def test_the_peak_of_a_stage_is_its_estimate_and_the_activations_in_flight():
+    scope = definitions("pipeline")
+    mesh = mesh_of((2, 2), "pp", "dp")
+    pp, dp = mesh["pp"], mesh["dp"]
+    number = pp.get_local_rank()
+    ids, labels = scope["batch"](0, dp.get_local_rank())
+    part = scope["cut"](scope["Model"](), number, 2)
+    plan = plan_model(part, mesh=MeshSpec((2,), ("dp",)), reshard_after_forward=False)
+    given: dict[str, Any] = {"batch": ids[:2], "optimizer": "sgd"}
+    if number == 1:
+        given["batch"] = torch.zeros(2, 10, 16, requires_grad=True)  # activations
+        given["loss"] = lambda logits: scope["summed_loss"](logits, labels[:2])
+    row = estimate(part, plan, micro_batches=4, **given)["ZeRO-2"]
+    alone = estimate(part, plan, **given)["ZeRO-2"]
+    ends = [p for p in alone.timeline if (p.moment, p.unit) == ("after forward", "(root)")]
+    in_flight = 2 - number
+    predicted = row.peak.total + (in_flight - 1) * ends[0].activations
+
+    storages = LiveStorages()
+    with storages.resizes(), storages:
+        apply_plan(part, plan, dp)
+        stage = PipelineStage(part, number, 2, torch.device("cpu"), group=pp.get_group())
+        run = Schedule1F1B(stage, 4, loss_fn=scope["summed_loss"])
+        for _ in range(2):  # the first step makes what later ones reuse
+            gc.collect()
+            before = storages.peak = storages.live
+            run.step(ids) if stage.is_first else run.step(target=labels)
+            part.zero_grad()
+        shards = sum(param.to_local().nbytes for param in part.parameters())
+    counted = storages.peak - before + shards
+    assert counted <= predicted <= 1.05 * counted
