@@ -61,7 +61,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
 
     Args:
         model: built under ``init_on_meta``, and sharded with ``shard_model``, ``apply_plan`` or
-            torch's ``fully_shard``; before its first forward.
+            torch's ``fully_shard``, or split by ``parallelize_module``; before its first forward.
         device: where the values are computed; None is where the model was built, as a rule the CPU.
             ``"cuda"`` is faster, and draws other numbers: those of construction on a GPU right
             after ``torch.manual_seed`` with the same seed, even if numbers were drawn on the GPU
@@ -76,7 +76,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     """
     groups = groups_of(model)
     targets = find_targets(model)
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not groups and not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardkitError(
             "model is not sharded. materialize computes only this rank's shards. "
             "Call shard_model(model) or fully_shard first."

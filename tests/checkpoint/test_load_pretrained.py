@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from meshes import mesh_of
 from safetensors.torch import save_file
-from safetensors_kinds import TpBlock, assert_holds
+from safetensors_kinds import TpBlock, assert_holds, tp_and_fsdp
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -137,6 +137,17 @@ def test_into_a_meta_model(mesh, how, tmp_path):
     assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
     if how == "recorded":
         model(torch.arange(4)).sum().backward()
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@distributed(world_size=4, backend="gloo")
+def test_beside_tensor_parallelism(meta, tmp_path):
+    whole = TpBlock().state_dict()
+    save_file(whole, tmp_path / f"{dist.get_rank()}.safetensors")
+    with init_on_meta() if meta else nullcontext():
+        block = TpBlock()
+    load_pretrained(tp_and_fsdp(block), tmp_path / f"{dist.get_rank()}.safetensors")
+    assert_holds(block.state_dict(), whole)
 
 
 def test_into_a_meta_model_that_is_not_sharded(tmp_path):

@@ -79,6 +79,14 @@ def tensor_parallel(net: nn.Module) -> nn.Module:
     return blockwise(net, mesh=mesh["dp"])
 
 
+def tensor_parallel_alone(net: nn.Module) -> nn.Module:
+    """Columns and rows cut unevenly by all ranks; the rest plain."""
+    mesh = mesh_of((4,), "tp")
+    for block in net.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return net
+
+
 def overlapping(net: nn.Module) -> nn.Module:
     """Experts on slices of two ranks, each with all of them; the rest on all ranks."""
     mesh = mesh_of((2, 2), "efsdp", "ep")
@@ -108,7 +116,16 @@ def columns(net: nn.Module) -> nn.Module:
 
 LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     layout.__name__: layout
-    for layout in (plain, one_mesh, hsdp, tensor_parallel, overlapping, expert_parallel, columns)
+    for layout in (
+        plain,
+        one_mesh,
+        hsdp,
+        tensor_parallel,
+        tensor_parallel_alone,
+        overlapping,
+        expert_parallel,
+        columns,
+    )
 }
 
 

@@ -100,13 +100,13 @@ class TpBlock(torch.nn.Module):
         self.down = torch.nn.Linear(10, 6)
 
 
-def tp_and_fsdp() -> TpBlock:
+def tp_and_fsdp(block: TpBlock | None = None) -> TpBlock:
     """A block under tensor parallelism and then FSDP2, whose shards are strided; the norm is on one
     axis only.
     """
     torch.manual_seed(0)
     mesh = mesh_of((2, 2), "dp", "tp")
-    block = TpBlock()
+    block = block or TpBlock()
     parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(block, mesh=mesh["dp"])
 

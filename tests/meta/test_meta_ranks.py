@@ -49,8 +49,9 @@ def test_offloaded_shards():
     )
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @distributed(world_size=4)
-def test_with_tensor_parallelism():
+def test_with_tensor_parallelism(alone):
     mesh = mesh_of((2, 2), "dp", "tp")
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
@@ -58,7 +59,8 @@ def test_with_tensor_parallelism():
     with init_on_meta():
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
+    if not alone:
+        fully_shard(model, mesh=mesh["dp"])
     materialize(model)
     for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert isinstance(b, DTensor)

@@ -34,7 +34,12 @@ from shardkit.testing import comm_counts, distributed
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 PROGRAM = re.compile(r"```python\n(# torchrun --nproc-per-node 4 (\w+)\.py\n.*?)```", re.DOTALL)
 PROGRAMS = {name: code for code, name in PROGRAM.findall(PAGE.read_text())}
-READERS = {"pipeline": 2, "context": 2, "experts": 4}  # ranks with batches of their own
+READERS = {
+    "tensor": 2,
+    "pipeline": 2,
+    "context": 2,
+    "experts": 4,
+}  # ranks with batches of their own
 
 
 def in_float64(run: Callable[..., Any], *args: Any) -> Any:
