@@ -47,15 +47,7 @@ IN_MODEL = (
     "tied", "shared_block", "shared_param", "frozen_block", "frozen_biases", "scalar", "root_param", "weight_outside",
     "unused", "own_checkpoint", "no_grad_block", "mixed_dtypes", "inplace",
 )  # fmt: skip
-ON_PARAMS = (
-    "grad_hook",
-    "post_hook",
-    "forward_hook",
-    "attribute",
-    "hidden_list",
-    "hidden_alias",
-    "hidden_closure",
-)
+ON_PARAMS = ("grad_hook", "post_hook", "forward_hook", "attribute")
 
 
 @dataclass(frozen=True)
@@ -129,8 +121,6 @@ class Block(nn.Module):
             self.mixer: nn.Module | None = nn.MultiheadAttention(dim, 1, batch_first=True)
         else:
             self.mixer = nn.LSTM(dim, dim, batch_first=True) if "lstm" in features else None
-        self.held: Any = None
-        self.read: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "counter" in self.features:
@@ -148,10 +138,6 @@ class Block(nn.Module):
             else self.norm(x)
         )
         y = self.down(F.gelu(self.up(y)))
-        if self.held is not None:
-            y = y + self.held[-1].sum()
-        if self.read is not None:
-            y = y + self.read().sum()
         return x + y
 
 
@@ -198,14 +184,8 @@ class Model(nn.Module):
                 param.requires_grad_(param.requires_grad and not name.endswith("bias"))
 
     def _hold(self, block: Block) -> None:
-        """What sharding must carry over, repoint or refuse."""
+        """What sharding must carry over or refuse."""
         param = block.norm.weight
-        if "hidden_list" in self.features:
-            block.held = [nn.Parameter(torch.ones(3))]
-        if "hidden_alias" in self.features:
-            block.held = [param]
-        if "hidden_closure" in self.features:
-            block.read = lambda: param
         if "grad_hook" in self.features and param.requires_grad:
             param.register_hook(lambda grad: grad * 2)
         # It runs once a reduction, so not for each of several micro-batches as on a plain model.

@@ -35,7 +35,6 @@ ENCODER_DECODER = {"d_model": 16} | {
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-Loss = Callable[[torch.nn.Module, Batch], torch.Tensor]
 HEADS: list[str] = []
 
 
@@ -51,15 +50,9 @@ def _loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return model(**batch).loss
 
 
-def _masks(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    output = model(**batch)
-    return output.pred_masks.square().mean() + output.iou_scores.square().mean()
-
-
 def _entry(
     head: str,
     batch: Callable[[int], Batch],
-    loss: Loss = _loss,
     crossing: bool = False,
     **arguments: Any,
 ) -> Entry:
@@ -72,7 +65,7 @@ def _entry(
         kind = getattr(tf, head)
         return kind(kind.config_class(**arguments)).train()
 
-    return Entry(build, batch, loss, crossing=crossing)
+    return Entry(build, batch, _loss, crossing=crossing)
 
 
 def _tokens(seed: int) -> Batch:
@@ -100,13 +93,6 @@ def _mel(seed: int) -> Batch:
 
 def _waves(seed: int) -> Batch:
     return {"input_values": floats(seed, BATCH, 400), "labels": integers(seed, 9, BATCH, 3) + 1}
-
-
-def _points(seed: int) -> Batch:
-    return {
-        "pixel_values": floats(seed, BATCH, 3, 32, 32),
-        "input_points": 8 + floats(seed + 1, BATCH, 1, 2, 2),
-    }
 
 
 def _image_text(seed: int) -> Batch:
@@ -137,14 +123,6 @@ TRANSFORMERS = {
         classifier_dropout_prob=0.0),
     "deberta": _entry("DebertaV2ForMaskedLM", _tokens, **SIZES, **NO_DROPOUT, relative_attention=True,
         pos_att_type=["p2c", "c2p"], max_relative_positions=8),
-    # Tokens are tables whose weights are read. With SAM's own initializer_range, 1e-10, gradients
-    # are denormal, which no sum keeps exact.
-    "sam": _entry("SamModel", _points, loss=_masks, crossing=True, vision_config={"hidden_size": 16,
-        "output_channels": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
-        "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 20, "num_pos_feats": 4,
-        "initializer_range": 0.02}, prompt_encoder_config={"hidden_size": 8, "image_size": 32, "patch_size": 8,
-        "mask_input_channels": 4}, mask_decoder_config={"hidden_size": 8, "mlp_dim": 16, "num_attention_heads": 2,
-        "iou_head_hidden_dim": 8}),
     "vit": _entry("ViTForImageClassification", _images, **SIZES, **NO_DROPOUT, **IMAGE),
     "swin": _entry("SwinForImageClassification", _images, image_size=16, patch_size=2, embed_dim=8, depths=[2, 2],
         num_heads=[1, 2], window_size=2, drop_path_rate=0.0),
