@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from shardkit._torch import is_wrapper
 from shardkit.boxes import EACH_ALONE, Move, model_group, scatter, share
-from shardkit.errors import ShardkitError
-from shardkit.ranks import check_equal, raise_on_all_ranks
+from shardkit.errors import ShardkitError, listing
+from shardkit.ranks import check_equal, raise_on_all_ranks, warn_once
 from shardkit.shards import as_sharded, local_value, replicated
 from shardkit.state.load import Source, Spec, load_groups, raise_listed, unwritten
 from shardkit.state.model import clean_name, parameter_names
@@ -123,9 +123,11 @@ def check_names(
     known: dict[str, None] = {}
     differing = []
     for optimizer in optimizers:
-        for fqns in group_names(optimizer, names):
+        for fqns, own in zip(group_names(optimizer, names), optimizer.param_groups, strict=True):
             known.update(dict.fromkeys(fqns))
             groups = [options[fqn] for fqn in fqns if fqn in options]
+            if groups:
+                _warn_of_another_class(optimizer, own, groups[0], subject)
             keys = _different_options(groups)
             if keys:
                 differing.append(f"group of {fqns[0]}: {', '.join(keys)}")
@@ -136,6 +138,20 @@ def check_names(
         problems["unexpected"] = [fqn for fqn in saved_names if fqn not in known]
     rule = "Parameters and the options of groups must match; nothing was changed"
     raise_listed(subject, problems, rule, fix, error)
+
+
+def _warn_of_another_class(
+    optimizer: Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any], subject: str
+) -> None:
+    """Warn if a group was saved by an optimizer of another class, whose state a step may ignore."""
+    lacking = [key for key in optimizer.defaults if key not in saved]
+    foreign = [key for key in saved if key not in own and key not in _NO_OPTIONS]
+    if lacking and foreign:
+        warn_once(
+            f"{subject} was saved with options {listing(foreign)} and without {listing(lacking)}, "
+            f"so not by {type(optimizer).__name__}, which may begin again without its state. Pass "
+            "the class of optimizer that was saved, or load the model alone."
+        )
 
 
 def _different_options(groups: list[dict[str, Any]]) -> list[str]:

@@ -235,6 +235,25 @@ def test_state_of_no_parameter_is_refused():
         save_checkpoint("not written", model, optimizer)
 
 
+def test_state_of_another_class_of_optimizer_is_warned_of(caplog):
+    """torch's SGD raises for a missing option in its step; here it keeps its own, and would begin
+    again.
+    """
+    model = nn.Linear(2, 2)
+    adamw, sgd, adam = (
+        torch.optim.AdamW(model.parameters()),
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adam(model.parameters()),
+    )
+    state = full_optimizer_state_dict(model, adamw)
+    state["param_groups"][0]["initial_lr"] = 0.1  # as an LR scheduler adds it
+    load_full_optimizer_state_dict(model, adam, state)
+    assert not caplog.records
+    load_full_optimizer_state_dict(model, sgd, state)
+    (record,) = caplog.records
+    assert all(word in record.getMessage() for word in ("betas", "momentum", "not by SGD"))
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_an_option_that_only_one_of_two_groups_has_is_a_difference(first):
     model = nn.Linear(2, 2)
