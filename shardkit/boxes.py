@@ -347,6 +347,7 @@ def gather(
         fulls = []
         for fetch in bucket:
             full = _full_tensor(fetch, batch, root, group, device)
+            # Of a plain tensor every rank has a full one, which only the root may yield.
             if full is not None and (everywhere or ranks.is_root):
                 fulls.append((fetch, full))
             del full

@@ -201,6 +201,8 @@ def file_sums(sizes: Mapping[Path, int], share: int, shares: int) -> list[int]:
     sums, number = [], 0
     for file, size in sizes.items():
         total = 0
+        # Blocks are dealt out as cards, on from the last file, so that all shares read of a large
+        # file, and not only the first ones of many small files.
         blocks = range(0, size, STAGE)
         own_blocks = blocks[(share - number) % shares :: shares]
         if own_blocks:

@@ -105,7 +105,8 @@ def clear(path: Path) -> None:
     """Delete the draft beside ``path``, and what was replaced by what is there now."""
     shutil.rmtree(draft_of(path), ignore_errors=True)
     if replaced_of(path).exists() and not is_vacant(path):
-        os.rename(replaced_of(path), draft_of(path))  # after a kill nobody takes half of it for all
+        # Renamed first: of a kill while it is deleted a draft is left, never half a checkpoint.
+        os.rename(replaced_of(path), draft_of(path))
         shutil.rmtree(draft_of(path), ignore_errors=True)
 
 

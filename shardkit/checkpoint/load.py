@@ -4,7 +4,6 @@ scheduler.
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 import pickle
@@ -58,8 +57,6 @@ from shardkit.state.optimizer import (
     with_leaves,
 )
 from shardkit.state.optimizer_load import check_names, install, plan_state
-
-logger = logging.getLogger("shardkit")
 
 
 def load_checkpoint(
@@ -126,7 +123,7 @@ def load_checkpoint(
         shapes = {name: param.shape for param, name in names.items()}
         source = open_checkpoint(Path(path), shapes, with_optimizer=optimizer is not None)
         contents = source.contents
-        state = _wanted(contents, model, request, number == 0)
+        state = _wanted(contents, model, request)
         renamed = {name: rename(name, key_map) for name in contents.model}
         is_here = [int(new in state.tensors or new in state.others) for new in renamed.values()]
     same: dict[str, Any] = {
@@ -139,12 +136,12 @@ def load_checkpoint(
         if isinstance(value, Stored):
             same[f"{name} at path"] = repr(value)
     check_equal(same, groups, CheckpointError)
-    # 2. A pipeline stage leaves out what other stages load.
+    # 2. A pipeline stage leaves out what the models of other ranks have, and its own does not.
     elsewhere: set[str | None] = set()
     if is_here:
         is_anywhere = max_over_ranks(is_here, groups)
         for new, here, anywhere in zip(renamed.values(), is_here, is_anywhere, strict=True):
-            if anywhere > here:
+            if anywhere and not here:
                 elsewhere.add(new)
     # 3. Everything is compared before anything is changed.
     with raise_on_all_ranks(groups, CheckpointError):
@@ -245,7 +242,7 @@ def open_checkpoint(
 # ---- models --------------------------------------------------------------------------------------
 
 
-def _wanted(contents: Contents, model: nn.Module, request: Request, is_first: bool) -> ModelState:
+def _wanted(contents: Contents, model: nn.Module, request: Request) -> ModelState:
     """Return the state to load: all of the model's, or with ``trainable_only`` what trains now or
     was saved.
     """
@@ -264,11 +261,6 @@ def _wanted(contents: Contents, model: nn.Module, request: Request, is_first: bo
     for name, tensor in state.tensors.items():
         if name in trains.tensors or name in saved:
             wanted[name] = tensor
-    if is_first:
-        logger.warning(
-            "%s was saved with trainable_only=True: %d frozen tensors are left unchanged",
-            *(request.where, len(state.tensors) - len(wanted)),
-        )
     return replace(state, tensors=wanted, others=trains.others)
 
 
@@ -282,6 +274,7 @@ def _plan_model(
     """Match the names of the checkpoint with the model's."""
     offered = {}
     for name, value in contents.model.items():
+        # Values that are no tensors, such as a step count, are ignored where the model has none.
         is_known = isinstance(value, Stored) or renamed[name] in state.others
         if is_known and renamed[name] not in elsewhere:
             offered[name] = value

@@ -316,7 +316,11 @@ def described(tensor: Tensor) -> str:
 
 
 def _equal_on_all(numbers: Mapping[str, int | None], groups: Groups) -> set[str]:
-    """Return the names whose numbers are equal on all ranks that have one. Collective."""
+    """Return the names whose numbers are equal on all ranks that have one. Collective.
+
+    A rank without a number sends a low that is never the lowest, and a high that is never the
+    highest.
+    """
     lows = [_MOST if number is None else number for number in numbers.values()]
     highs = [-_MOST if number is None else number for number in numbers.values()]
     lows, highs = extremes(lows, highs, groups)
@@ -435,10 +439,13 @@ def parts_to_write(
     for key, tensor in tensors.items():
         if key not in locations:
             continue
-        is_first, lowest = True, own_rank()
+        # Of a plain tensor the owner writes everything. A DTensor's shards are written by the ranks
+        # of its first replica, if its mesh is the owner's.
+        is_writer = own_rank() == owners[key]
         if isinstance(tensor, DTensor):
-            is_first, lowest = is_first_replica(tensor), int(tensor.device_mesh.mesh.min())
-        if is_first and lowest == owners[key]:
+            is_owners_mesh = int(tensor.device_mesh.mesh.min()) == owners[key]
+            is_writer = is_owners_mesh and is_first_replica(tensor)
+        if is_writer:
             yield locations[key], part_of(tensor)
 
 

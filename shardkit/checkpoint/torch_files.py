@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import is_wrapper, local_tensor
+from shardkit._torch import local_tensor
 from shardkit.checkpoint.byte_ranges import full_box, part_of
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.errors import CheckpointError, listing
@@ -27,7 +27,6 @@ from shardkit.shards import Box, box_at, common, covers, inside, local_value
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _NAME = re.compile(r"(|.*[_.-])rank[_-]?(\d{1,6})")
-_WORLD_SIZE = re.compile(r"world_size_(\d{1,6})")
 _OPTIMIZER = "optim"
 _FLAT = "_flat_param"
 _NOT_READ = ("extra", "rng", "sched")  # as file names begin
@@ -115,6 +114,7 @@ class TorchFiles:
                     shards += [piece.detach() for piece, _ in flat.pieces]
                 else:
                     shards.append(flat.detach())
+            # With use_orig_params=True.
             is_listed = not by_name.keys().isdisjoint(names)
             alignment = 16 // shards[0].element_size() if is_listed else 1
             end = 0
@@ -137,9 +137,7 @@ class TorchFiles:
 
     @torch.no_grad()
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy into each target its part of the tensor of its key; of quantized tensors their
-        values. Local.
-        """
+        """Copy into each target its part of the tensor of its key. Local."""
         for key, target in targets:
             part, part_box = part_of(target)
             for box, load in self._chunks[key]:
@@ -147,8 +145,6 @@ class TorchFiles:
                 if shared is None:
                     continue
                 values = local_value(load())
-                if is_wrapper(values):
-                    values = values.dequantize()
                 inside(part, part_box, shared).copy_(inside(values, box, shared))
 
 
@@ -166,19 +162,16 @@ def rank_files(path: Path) -> dict[str, list[Path]]:
             sets.setdefault(match[1], {})[int(match[2])] = file
     complete: dict[str, list[Path]] = {}
     for name, files in sets.items():
-        world_size = _WORLD_SIZE.search(name)
         if not path.is_dir() and path not in files.values():
             continue
-        if len(files) == 1 and world_size is None:  # a full file of the first rank
-            continue
-        wanted = range(int(world_size[1]) if world_size else max(files) + 1)
-        missing = [str(rank) for rank in wanted if rank not in files]
+        # Of ranks after these the files may be missing too: their shards are missed then.
+        missing = [str(rank) for rank in range(max(files)) if rank not in files]
         if missing:
             raise CheckpointError(
                 f"{directory} has {name}*, and the files of ranks {listing(missing)} are missing. "
                 "Fetch them: all are needed."
             )
-        complete[name] = [files[rank] for rank in wanted]
+        complete[name] = [files[rank] for rank in sorted(files)]
     optimizers = [name for name in complete if _OPTIMIZER in name]
     if len(optimizers) > 1 or len(complete) - len(optimizers) > 1:
         raise CheckpointError(
@@ -304,6 +297,7 @@ def _run(shards: list[Tensor], start: int, shape: torch.Size) -> Tensor:
     """Return a parameter, in new memory, that starts in a flat one which lies in shards."""
     parts = []
     for shard in shards:
-        parts.append(shard[max(start, 0) : max(start + shape.numel(), 0)])
+        end = start + shape.numel()  # both count from the start of this shard, and may be negative
+        parts.append(shard[max(start, 0) : max(end, 0)])
         start -= shard.numel()
     return torch.cat(parts).view(shape)

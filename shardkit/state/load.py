@@ -106,10 +106,13 @@ def load_full_state_dict(
         for name, source in plan.copies.items():
             if name in state.tensors:
                 dtypes[name] = described[source].dtype if assign else state.tensors[name].dtype
+
+        def are_equal(name: str, one: str, other: str) -> bool:
+            value = given[one].to(dtypes[name])
+            return torch.equal(value, given[other].to(value))
+
         if given:
-            check_ties(
-                plan, lambda name, a, b: _are_equal(given[a], given[b], dtypes[name]), request
-            )
+            check_ties(plan, are_equal, request)
         memory = LoadMemory(model, state.tensors, dtypes)
         memory.compute()
     # 3. The values travel, and new memory gets into the model.
@@ -145,10 +148,6 @@ def load_groups(model: nn.Module, src: Source) -> Groups:
 def _converts(have: torch.dtype, want: torch.dtype) -> bool:
     """Whether ``copy_`` keeps the values: it drops imaginary parts."""
     return want.is_complex or not have.is_complex
-
-
-def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    return one is other or torch.equal(one.to(dtype), other.to(one.device, dtype))
 
 
 def _described(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +261,9 @@ def plan_load(
         if name not in sources:
             continue
         source, first = sources[name], firsts.get(name, name)
-        if copies.setdefault(first, source) != source:
+        if first not in copies:
+            copies[first] = source
+        elif copies[first] != source:  # another name of a tied tensor
             ties.append((first, name, source))
         if not isinstance(like, Tensor):
             continue

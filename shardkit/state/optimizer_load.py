@@ -157,9 +157,7 @@ def _warn_of_another_class(
 def _different_options(groups: list[dict[str, Any]]) -> list[str]:
     """Return the options that not all of the groups have with the same value."""
     differing: dict[str, None] = {}
-    for group in groups:
-        if group is groups[0]:
-            continue
+    for group in groups[1:]:
         for key in {**groups[0], **group}:
             is_option = key not in _NO_OPTIONS
             if is_option and group.get(key, ...) != groups[0].get(key, ...):

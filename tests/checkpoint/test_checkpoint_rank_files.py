@@ -155,9 +155,12 @@ def test_what_only_the_model_knows_is_said(written, tmp_path):
 
 def test_a_set_that_is_not_whole(written, tmp_path):
     shutil.copytree(written / "fsdp2", tmp_path / "c")
-    (tmp_path / "c" / "model_world_size_2_rank_1.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"the files of ranks 1 are missing"):
-        load_checkpoint(tmp_path / "c", build())
+    for rank, said in ((0, r"the files of ranks 0 are missing"), (1, "is not filled")):
+        lost = tmp_path / "c" / f"model_world_size_2_rank_{rank}.pt"
+        lost.rename(tmp_path / "lost")
+        with pytest.raises(CheckpointError, match=said):
+            load_checkpoint(tmp_path / "c", build())
+        (tmp_path / "lost").rename(lost)
     shutil.copy(written / "fsdp1-True" / "model_world_size_2_rank_0.pt", tmp_path / "alone.pt")
     with pytest.raises(CheckpointError, match=r"is not filled.*Pass the directory"):
         load_checkpoint(tmp_path / "alone.pt", build())

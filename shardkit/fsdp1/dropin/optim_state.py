@@ -222,7 +222,7 @@ def _save(
     config: OptimStateDictConfig,
     given: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    if given is not None:  # what optim.state_dict() gave
+    if given is not None:  # what optim.state_dict() gave, for a copy of the optimizer
         optim = as_optimizer_of_dtensors(optim, {})
         optim.load_state_dict(given)
     home = device_of(record_of(wrappers_of(model)[0]).mesh)
