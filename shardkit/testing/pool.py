@@ -106,20 +106,12 @@ class RankPool:
         backend: ``"gloo"``, or ``"nccl"`` with one GPU for each rank.
         timeout: seconds that one call may take, without imports.
 
-    Raises:
-        ShardkitError: this process is a rank of another pool.
-
     Examples:
         with RankPool(4) as pool:
             assert pool.run(torch.distributed.get_rank) == [0, 1, 2, 3]
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 60) -> None:
-        if worker.in_pool:
-            raise ShardkitError(
-                "RankPool is made in a rank of another pool. A rank cannot start a pool of its "
-                "own. Make the pool in the test, not in its body."
-            )
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout

@@ -86,7 +86,6 @@ class Failure(NamedTuple):
     skip: str | None = None  # the reason, if it asked to skip the test
 
 
-in_pool = False  # whether this process is a rank
 # The undecorated functions under @distributed, by module and qualified name. Each rank fills its
 # own dict by importing the module, so that it finds the body even if other decorators replace the
 # name.
@@ -95,8 +94,6 @@ bodies: dict[tuple[str, str], Callable[..., Any]] = {}
 
 def serve(seat: Seat, connection: Connection) -> None:
     """Run as one rank until the parent closes the connection or dies."""
-    global in_pool
-    in_pool = True
     _settle(seat)
     try:
         _join_group(seat)
