@@ -49,6 +49,7 @@ class FSDPUnit(Protocol):
     all_reduce_grads: bool
     gradient_divide_factor: float | None  # None: the number of ranks
     unshard: Callable[..., Any]
+    reshard: Callable[[], None]
     post_backward: Callable[..., None]
     # called for each unit below the root when a backward ends
     finalize_backward: Callable[[], None]
@@ -182,7 +183,8 @@ def keep_requires_grad(units: Iterable[FSDPUnit]) -> None:
     would undo. Local.
 
     While a unit is unsharded either form may be set: modules register the unsharded one, but
-    optimizers and lists of parameters hold the sharded one. The one that changed wins.
+    optimizers and lists of parameters hold the sharded one. Where they differ, the one that changed
+    wins: the sharded one if it is not as at the last call, else the registered one.
     """
     for unit in units:
         if unit.is_sharded:

@@ -195,7 +195,6 @@ def timeline(
     and the last are in it.
     """
     rank = _Rank(plan, trace, optimizer, buffers)
-    rank.stays = {unit.name for unit in plan.units if plan.stays(unit, None)}
     units = {unit.name: unit for unit in plan.units}
     hooks = {
         FORWARD: rank.before_forward,
@@ -203,8 +202,9 @@ def timeline(
         BACKWARD: rank.before_backward,
         AFTER_BACKWARD: rank.after_backward,
     }
-    for left in range(min(micro_batches, 3) - 1, -1, -1):
-        rank.is_last = left == 0
+    count = min(micro_batches, 3)
+    for micro_batch in range(count):
+        rank.is_last = micro_batch == count - 1
         for interval in trace.intervals:
             if interval.moment in hooks:
                 hooks[interval.moment](units[interval.unit])
@@ -226,7 +226,8 @@ class _Rank:
     ) -> None:
         self.points: list[Point] = []
         self.is_last = True  # of the micro-batches
-        self.stays: set[str] = set()  # units that all micro-batches but the last leave unsharded
+        # Units that all micro-batches but the last leave unsharded.
+        self.stays = {unit.name for unit in plan.units if plan.stays(unit, None)}
 
         self.parameters = buffers
         self.gradients = 0

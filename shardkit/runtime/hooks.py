@@ -49,7 +49,9 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
     # for each method that has not ended, whether a forward without backward ended inside
     running: list[bool] = []
     units = fsdp_units(root)
-    known: list[tuple[bool, bool]] = []  # of units left unsharded, at the last forward
+    # Whether the two forms of each parameter of units left unsharded required grad at the last
+    # forward. Where that changes, requires_grad_() was called on one of them.
+    known: list[tuple[bool, bool]] = []
 
     @not_compiled
     def after_forward(module: nn.Module, args: object, kwargs: object, output: Any) -> None:
@@ -67,8 +69,9 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
                     if tensor.grad_fn is not None:  # a parameter would keep the hooks of all steps
                         tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
             if not tensors or tensors[0].requires_grad:
-                return  # a backward follows
-            # Of a frozen model, such as a teacher, none follows.
+                return  # a backward follows, and reshards
+            # It may follow too where only another output, an input or a parameter requires grad.
+            # Where none does, as of a frozen teacher, there is none: reshard now.
             for tensor in chain(tensors, _tensors((args, kwargs)), root.parameters()):
                 if tensor.requires_grad:
                     return
@@ -84,10 +87,10 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
 
 def reshard(model: nn.Module) -> None:
     """Reshard every unit of the model. Local."""
-    keep_requires_grad(fsdp_units(model))
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    units = fsdp_units(model)
+    keep_requires_grad(units)
+    for unit in units:
+        unit.reshard()
 
 
 def _begin_as_root(root: nn.Module) -> _Hook:

@@ -207,8 +207,11 @@ class _Forward:
         return _depends(output, [*self.pending, *self.reached])
 
     def reach(self, mine: Call | None) -> Call:
-        """Make up for what the other ranks call before this rank's next call; for all they call if
-        there is none. Return what they agreed on.
+        """Go through the calls that all ranks agree on until this rank's next one comes, and make
+        up for those before it. Return the agreed form of it.
+
+        ``mine`` is that next call, with ``_END`` as its place at the end of the forward; None on a
+        rank that skips the caller itself, which makes up for all calls.
         """
         goal = _END if mine is None else mine.place
         ahead = [call.place for call in self._order[self._next :]]
@@ -219,11 +222,14 @@ class _Forward:
             self._calls.append(agreed)
             if agreed.place == goal:
                 break
+            # A unit without may_skip is called on all ranks or on none, so it is made up for only
+            # where this rank skips the caller around it.
             if not self._order or mine is None or self.caller.calls[agreed.place].may_skip:
                 self.pending.append(self._make_up(agreed))
         if goal == _END:
             self._end()
         elif mine is not None and (mine.grad > agreed.grad or mine.tracked != agreed.tracked):
+            # Backward would reach the unit at another point than on the other ranks.
             raise self._unexpected(goal)
         return agreed
 

@@ -10,7 +10,6 @@ parameters change.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,8 +35,6 @@ from shardkit._fsdp import (
 from shardkit._torch import named_sharded_parameters, plain_attributes
 from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import warn_once
-
-logger = logging.getLogger("shardkit")
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced
@@ -208,7 +205,7 @@ def _first_look(optimizer: Optimizer, held: set[int]) -> _Stepped:
     if optimizer not in _stepped and optimizer not in _vouched:
         low = low_precision_problem([("", p) for p in params if isinstance(p, DTensor)], name)
         if low:
-            logger.warning(low)
+            warn_once(low)
     _warn_of_added(name, held)
     units = WeakSet(unit for unit in _units if holds_param_of(held, unit))
     replicated: set[int] = set()
