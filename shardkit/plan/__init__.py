@@ -1,14 +1,14 @@
 """ShardingPlan: the exact list of ``fully_shard`` calls you would have written by hand, as plain
 data.
 
-``types`` defines its parts, ``data`` what follows from them; ``check`` validates it; ``text``
-writes it.
+``types`` defines its parts, ``data`` what follows from them; ``check`` validates it; ``text`` and
+``code`` write it; ``counting`` counts its collectives.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -67,7 +67,7 @@ class ShardingPlan(PlanData):
             fields = {name: _tuples(value) for name, value in data.items()}
             if fields.pop("version") != VERSION:
                 raise ValueError(f"version {data['version']!r}")
-            fields["mesh"] = MeshSpec(**_tuples(data["mesh"]))
+            fields["mesh"] = MeshSpec(**fields["mesh"])
             fields["units"] = tuple(map(_unit, data["units"]))
             fields["params"] = tuple(map(_param, data["params"]))
             return cls(**fields)
@@ -77,6 +77,28 @@ class ShardingPlan(PlanData):
                 f"ShardingPlan.to_dict() wrote, version {VERSION}. Write it again with this "
                 "version of shardkit."
             ) from error
+
+    def collectives(
+        self,
+        micro_batches: int = 1,
+        *,
+        keep_unsharded: bool | Literal["frozen"] | None = None,
+        shard_gradients: bool = False,
+    ) -> Collectives:
+        """Predict the collectives of one step on each rank; pure and local.
+
+        Holds for eager torch when the units run in the model's order, each once per forward; a unit
+        that runs twice is unsharded again.
+
+        Args:
+            micro_batches: forwards and backwards with gradients, in a step of
+                ``shardkit.accumulate``.
+            keep_unsharded: as given to ``accumulate``.
+            shard_gradients: as given to ``accumulate``.
+        """
+        from shardkit.plan.counting import collectives
+
+        return collectives(self, micro_batches, keep_unsharded, shard_gradients)
 
     def diff(self, other: ShardingPlan) -> str:
         """Return one line per difference, ``-`` for this plan and ``+`` for ``other``; empty when
@@ -92,9 +114,9 @@ class ShardingPlan(PlanData):
 
         ``before`` is code to run between building the mesh and sharding, such as a broadcast.
 
-        It lacks what shardkit adds at run time: ``may_skip``, resharding after forwards without
-        grad, calling any module first, and correct gradients of gradients. Of modules in tiles it
-        cuts the first argument only.
+        It lacks what shardkit adds at run time: ``may_skip``, tiles, resharding after forwards
+        without grad, calling any module first, and correct gradients of gradients. With
+        ``"selective"`` it keeps all matrix products, and no attention.
         """
         from shardkit.plan.code import python
 
@@ -114,24 +136,19 @@ def _tuples(value: Any) -> Any:
 
 
 def _unit(data: dict[str, Any]) -> ShardUnit:
-    policy: dict[str, Any] = {
-        k: _dtype(v) if isinstance(v, str) else v for k, v in data["mp_policy"].items()
+    policy = dict(data["mp_policy"])
+    for name, value in policy.items():
+        if isinstance(value, str):
+            policy[name] = getattr(torch, value)
+    offload = data["offload_policy"]
+    fields = {
+        **_tuples(data),
+        "mp_policy": MixedPrecisionPolicy(**policy),
+        "offload_policy": CPUOffloadPolicy(**offload) if offload else OffloadPolicy(),
     }
-    offload = (
-        CPUOffloadPolicy(**data["offload_policy"]) if data["offload_policy"] else OffloadPolicy()
-    )
-    return ShardUnit(
-        **{**_tuples(data), "mp_policy": MixedPrecisionPolicy(**policy), "offload_policy": offload}
-    )
+    return ShardUnit(**fields)
 
 
 def _param(data: list[Any]) -> ParamSpec:
     fqn, shape, dtype, *others = _tuples(data)
-    return ParamSpec(fqn, shape, _dtype(dtype), *others)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no torch dtype is called {name!r}")
-    return dtype
+    return ParamSpec(fqn, shape, getattr(torch, dtype), *others)

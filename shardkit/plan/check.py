@@ -33,10 +33,6 @@ def _whole_plan(plan: PlanData) -> Iterator[str]:
             "plain data, which ranks compare and JSON stores. Give the modules that keep their "
             "dtype a unit with a policy of its own, or set ignored_params."
         )
-    if type(plan.prefetch) is not int or plan.prefetch < 0:
-        yield (
-            f"prefetch must be a number of units, 0 or more, got {plan.prefetch!r}. Use prefetch=1."
-        )
     if plan.replicated and not any(unit.params for unit in plan.units):
         yield (
             f"model has no parameter that can be sharded: {listing(plan.replicated, 6)} are "
@@ -54,33 +50,28 @@ def children_first(plan: PlanData) -> Iterator[str]:
     seen: set[str] = set()
     for unit in plan.units:
         for fqn in unit.modules:
-            problem = ""
-            if fqn in seen:
-                problem = "appears in two units"
-            elif not seen.isdisjoint(ancestors(fqn)):
-                around = next(outer for outer in ancestors(fqn) if outer in seen)
-                problem = f"comes after {around or '(root)'}, its parent"
-            if problem:
+            if fqn in seen or not seen.isdisjoint(ancestors(fqn)):
                 yield (
-                    f"{fqn or '(root)'} {problem}. fully_shard is called once for each module, "
-                    "children before parents. Put inner units before outer ones."
+                    f"{fqn or '(root)'} appears in two units, or comes after a module around it. "
+                    "fully_shard is called once for each module, children before parents. Put "
+                    "inner units before outer ones."
                 )
         seen.update(unit.modules)
 
 
 def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
-    dtypes = {spec.dtype for spec in plan.specs_of(unit) if spec.trainable}
-    if len(dtypes) < 2:
-        return
-    lists = []
-    for dtype in sorted(dtypes, key=str):
-        fqns = [spec.fqn for spec in plan.specs_of(unit) if spec.trainable and spec.dtype == dtype]
-        lists.append(f"{dtype_name(dtype)}: {listing(fqns, 5)}")
-    yield (
-        f"{unit.name} trains parameters of {len(dtypes)} dtypes ({'; '.join(lists)}). The "
-        "trainable parameters of a unit have one dtype, since their gradients are reduced "
-        "together. Cast them to one dtype, or give the modules of one dtype a unit of their own."
-    )
+    first_of: dict[str, str] = {}
+    for spec in plan.specs_of(unit):
+        if spec.trainable:
+            first_of.setdefault(dtype_name(spec.dtype), spec.fqn)
+    if len(first_of) > 1:
+        examples = listing(f"{dtype}: {fqn}" for dtype, fqn in first_of.items())
+        yield (
+            f"{unit.name} trains parameters of {len(first_of)} dtypes, such as {examples}. The "
+            "trainable parameters of a unit have one dtype, since their gradients are reduced "
+            "together. Cast them to one dtype, or give the modules of one dtype a unit of their "
+            "own."
+        )
 
 
 def _world_size_to_reshard_to(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
@@ -89,35 +80,19 @@ def _world_size_to_reshard_to(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
         return
     ranks = plan.mesh_of(unit).shard_size
     if value < 1 or ranks % value:
-        fits = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
         yield (
             f"{unit.name} has reshard_after_forward={value}. As an int it must divide the {ranks} "
-            f"ranks of axis {plan.mesh_of(unit).axis_names[-1]}. Use {listing(fits)}, True or "
-            "False."
+            f"ranks of axis {plan.mesh_of(unit).axis_names[-1]}. Use a divisor, True or False."
         )
 
 
 def _shard_dims(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
-    mesh = plan.mesh_of(unit)
-    for fqn, dim in unit.shard_dims:
-        shape = plan.specs[fqn].shape if fqn in plan.specs and fqn in unit.params else ()
-        fix = f"Use another dim, or dim 0, for {fqn}."
-        if not 0 <= dim < len(shape):
-            yield (
-                f"{fqn} is sharded on dim {dim} in {unit.name}, where its shape is {shape}. Dims "
-                f"count from 0. {fix}"
-            )
-        elif shape[dim] % mesh.shard_size:
-            yield (
-                f"{fqn} is sharded on dim {dim}, whose size {shape[dim]} the {mesh.shard_size} "
-                f"ranks of {mesh.axis_names[-1]} do not divide. FSDP2 shards on dims other than 0 "
-                f"in equal parts only. {fix}"
-            )
-        elif is_world_size(unit.reshard_after_forward):
-            yield (
-                f"{fqn} is sharded on dim {dim}, with reshard_after_forward="
-                f"{unit.reshard_after_forward}. torch reshards to fewer ranks on dim 0 only. {fix}"
-            )
+    if unit.shard_dims and is_world_size(unit.reshard_after_forward):
+        yield (
+            f"{listing(dict(unit.shard_dims), 6)} is not sharded on dim 0, with "
+            f"reshard_after_forward={unit.reshard_after_forward}. torch reshards to fewer ranks on "
+            "dim 0 only. Use dim 0, or reshard_after_forward=True."
+        )
 
 
 def _may_skip(plan: PlanData) -> Iterator[str]:
@@ -162,9 +137,14 @@ def _policy(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
 def _tiles(plan: PlanData) -> Iterator[str]:
     if not plan.tiles:
         return
-    compiled = {fqn for unit in plan.units if unit.compile for fqn in unit.modules}
+    compiled: set[str] = set()
+    modules = list(dict(plan.tiles))
+    for unit in plan.units:
+        modules += unit.modules
+        if unit.compile:
+            compiled.update(unit.modules)
     inner: dict[str, str] = {}  # by each module around, one unit or module in tiles
-    for fqn in [*(fqn for unit in plan.units for fqn in unit.modules), *dict(plan.tiles)]:
+    for fqn in modules:
         for outer in ancestors(fqn):
             inner[outer] = fqn
     for fqn, number in plan.tiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import groupby
 
 from shardkit.errors import listing
@@ -13,70 +14,19 @@ from shardkit.plan.types import ShardUnit
 
 _CHECKPOINT = """
 import functools
-from torch.utils import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-def checkpoint_forward(module, **options):
+def checkpoint_forward(module, policy=None):
     # Backward runs forward again, and what it adds to buffers, such as running statistics, is
-    # added twice.
-    module.forward = functools.wraps(module.forward)(
-        functools.partial(checkpoint.checkpoint, module.forward, use_reentrant=False, **options)
-    )
+    # added twice. The policy says what to keep.
+    run = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    if policy is not None:
+        run.keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    module.forward = functools.wraps(module.forward)(run)
 """
 
-_SELECTIVE = """
-import itertools
-
-def selective():
-    # Saves attention, unless it draws random numbers for dropout, and every other matrix product.
-    is_saved = {again: itertools.cycle([True, False]) for again in (False, True)}  # torch < 2.13 asks again
-
-    def policy(context, op, *args, **kwargs):
-        given = {**dict(zip((argument.name for argument in op._schema.arguments), args)), **kwargs}
-        is_product = op.name() in ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
-        is_attention = ("attention" in op.name() or "attn" in op.name()) and not given.get("dropout_p")
-        saves = next(is_saved[context.is_recompute]) if is_product else is_attention
-        policies = checkpoint.CheckpointPolicy
-        return policies.MUST_SAVE if saves else policies.PREFER_RECOMPUTE
-
-    return checkpoint.create_selective_checkpoint_contexts(policy)
-"""
-
-_COMPUTE_IN = """
-import functools
-
-def compute_in(module, dtype):
-    # With its replicated parameters cast, as fully_shard casts by mp_policy.
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def cast(*args, **kwargs):
-        owners = [(inner._parameters, dict(inner._parameters)) for inner in module.modules()]
-        try:
-            for params, own in owners:
-                params.update({n: p.to(dtype) for n, p in own.items() if p is not None and p.is_floating_point()})
-            return forward(*args, **kwargs)
-        finally:
-            for params, own in owners:
-                params.update(own)
-
-    module.forward = cast
-"""
-
-_TILES = """
-import functools
-from torch.utils.checkpoint import checkpoint as recompute
-
-def tile_forward(module, tiles):
-    forward = module.forward
-
-    def in_tiles(x, *args, **kwargs):
-        def tile(part):
-            return forward(part.contiguous(), *args, **kwargs)
-
-        return torch.cat([recompute(tile, part, use_reentrant=False) for part in x.chunk(tiles, -2)], -2)
-
-    module.forward = functools.wraps(forward)(in_tiles)
-"""
+# For "selective". Attention is not among them, since dropout in it draws random numbers.
+_PRODUCTS = "[torch.ops.aten.mm.default, torch.ops.aten.addmm.default]"
 
 _DIVIDE = """
 def divide_gradients(module, times):
@@ -124,12 +74,11 @@ def python(plan: PlanData, before: str = "") -> str:
     cast = plan.replicated_modules()
     if policies:
         code.append(_CHECKPOINT)
-    if "selective" in policies:
-        code.append(_SELECTIVE)
     if cast:
-        code.append(_COMPUTE_IN)
-    if plan.tiles:
-        code.append(_TILES)
+        from shardkit.runtime.replicated import compute_in  # works without shardkit
+
+        code.append("import functools\nfrom typing import Any\nfrom torch import nn\n")
+        code.append(inspect.getsource(compute_in))
     if any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units):
         code.append(_DIVIDE)
 
@@ -144,8 +93,8 @@ def python(plan: PlanData, before: str = "") -> str:
         )
     for fqn, dtype in cast.items():
         code.append(f"compute_in({_module(fqn)}, {dtype})")
-    for fqn, tiles in plan.tiles:
-        code.append(f"tile_forward({_module(fqn)}, {tiles})")
+    if plan.tiles:
+        code.append("# Not in this code: tiles, which save memory.")
     for calls, units in groupby(plan.units, lambda unit: _calls(plan, unit)):
         code.append("for names in [")
         for unit in units:
@@ -199,15 +148,10 @@ def _calls(plan: PlanData, unit: ShardUnit) -> list[str]:
     """Return the code that makes ``modules`` this unit. Units with the same code share a loop."""
     code = []
     if unit.checkpoint_activations:
-        options = ""
-        if unit.checkpoint_activations == "selective":
-            options = ", context_fn=selective"
-        elif unit.checkpoint_activations is not True:
-            policy = unit.checkpoint_activations.replace(":", ".")
-            contexts = "checkpoint.create_selective_checkpoint_contexts"
-            options = f", context_fn=functools.partial({contexts}, {policy})"
+        policy = str(unit.checkpoint_activations).replace(":", ".")
+        policy = {"True": "", "selective": _PRODUCTS}.get(policy, policy)
         code.append("    for module in modules:")
-        code.append(f"        checkpoint_forward(module{options})")
+        code.append(f"        checkpoint_forward(module, {policy})")
     if unit.compile:
         code.append("    for module in modules:")
         code.append("        module.forward = torch.compile(module.forward)")
@@ -215,7 +159,7 @@ def _calls(plan: PlanData, unit: ShardUnit) -> list[str]:
     mesh = "mesh" if plan.mesh.shard_axes == 1 else "joined"
     if unit.mesh is not None:
         mesh = f"mesh{list(plan.mesh_of(unit).axis_names)}"
-    arguments = [f"mesh={mesh}", f"reshard_after_forward={unit.reshard_after_forward}"]
+    arguments = ["modules", f"mesh={mesh}", f"reshard_after_forward={unit.reshard_after_forward}"]
     policies = []
     for name, value in mp_policy_to_dict(unit.mp_policy).items():
         policies.append(f"{name}=torch.{value}" if isinstance(value, str) else f"{name}={value}")
@@ -229,7 +173,7 @@ def _calls(plan: PlanData, unit: ShardUnit) -> list[str]:
     if unit.shard_dims:
         arguments.append("shard_placement_fn=placements.get")
     code.append("    fsdp.fully_shard(")
-    for argument in ("modules", *arguments):
+    for argument in arguments:
         code.append(f"        {argument},")
     code.append("    )")
     if plan.mesh.parts(unit.mesh) > 1:

@@ -7,20 +7,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardkit.errors import PlanError
-from shardkit.plan.types import (
-    Collectives,
-    MeshSpec,
-    ParamSpec,
-    ShardUnit,
-    ancestors,
-    is_world_size,
-)
+from shardkit.plan.types import MeshSpec, ParamSpec, ShardUnit, ancestors, is_world_size
 
 VERSION = 1  # of the JSON form
 
@@ -113,27 +105,25 @@ class PlanData:
 
         That is the ``param_dtype`` of the unit around.
         """
-        dtypes: dict[str, torch.dtype] = {}
+        computed_in: dict[str, torch.dtype] = {}
+        if not self.replicated:
+            return computed_in
+        dtypes: dict[str, torch.dtype | None] = {}
         for unit in self.units:
-            if unit.mp_policy.param_dtype is not None:
-                dtypes.update(dict.fromkeys(unit.modules, unit.mp_policy.param_dtype))
-        if not self.replicated or not dtypes:
-            return {}
-        units = {fqn for unit in self.units for fqn in unit.modules}
+            dtypes.update(dict.fromkeys(unit.modules, unit.mp_policy.param_dtype))
         replicated = set(self.replicated)
         with_others: set[str] = set()
-        computed_in: dict[str, torch.dtype] = {}
         for spec in self.params:
-            for name in (spec.fqn, *spec.aliases):
-                if spec.fqn not in replicated:
+            if spec.fqn not in replicated:
+                for name in (spec.fqn, *spec.aliases):
                     with_others.update(ancestors(name))
-        for spec in self.params:
-            for name in (spec.fqn, *spec.aliases):
-                if spec.fqn in replicated and spec.shards:
-                    around = next(fqn for fqn in ancestors(name) if fqn in units)
-                    for module in ancestors(name):
-                        if around in dtypes and module not in with_others:
-                            computed_in[module] = dtypes[around]
+        for fqn in self.replicated:
+            for name in (fqn, *self.specs[fqn].aliases):
+                around = ancestors(name)
+                dtype = next(dtypes[module] for module in around if module in dtypes)
+                for module in around:
+                    if self.specs[fqn].shards and dtype and module not in with_others:
+                        computed_in[module] = dtype
         return computed_in
 
     def trains(self, unit: ShardUnit) -> bool:
@@ -147,69 +137,6 @@ class PlanData:
         return unit.reshard_after_forward is False or (
             keep_unsharded == "frozen" and not self.trains(unit)
         )
-
-    def collectives(
-        self,
-        micro_batches: int = 1,
-        *,
-        keep_unsharded: bool | Literal["frozen"] | None = None,
-        shard_gradients: bool = False,
-    ) -> Collectives:
-        """Predict the collectives of one step on each rank; pure and local.
-
-        Holds for eager torch when the units run in the model's order, each once per forward; a unit
-        that runs twice is unsharded again.
-
-        Args:
-            micro_batches: forwards and backwards with gradients, in a step of
-                ``shardkit.accumulate``.
-            keep_unsharded: as given to ``accumulate``.
-            shard_gradients: as given to ``accumulate``.
-
-        Raises:
-            PlanError: ``micro_batches`` is not a positive integer.
-
-        Source: ``FSDPState`` and ``FSDPParamGroup`` of torch 2.13, tested equal to what
-        ``shardkit.testing.comm_counts`` counts.
-        """
-        if not isinstance(micro_batches, int) or micro_batches < 1:
-            raise PlanError(f"micro_batches must be an int of at least 1, got {micro_batches!r}.")
-        counts = Collectives()
-        in_backward = self._unsharded_in_backward()
-        for unit in self.units:
-            if not unit.params:
-                continue
-            trains, mesh = self.trains(unit), self.mesh_of(unit)
-            if mesh.shard_size > 1:
-                if self.stays(unit, keep_unsharded):
-                    counts.all_gathers += 1
-                else:
-                    counts.all_gathers += micro_batches * (2 if unit.name in in_backward else 1)
-                if trains:
-                    counts.reduce_scatters += micro_batches if shard_gradients else 1
-            if mesh.replicates and trains:
-                counts.all_reduces += 1
-        if any(self.specs[fqn].trainable for fqn in self.replicated):
-            counts.all_reduces += sum(size > 1 for size in self.mesh.on(None).shape)
-        return counts
-
-    def _unsharded_in_backward(self) -> set[str]:
-        """Names of the units that are resharded after forward and unsharded again in backward.
-
-        Backward does not reach units that come before the first trainable parameter, since what
-        they return needs no gradient. Prefetching, always at least one unit ahead, still unshards
-        the last of them.
-        """
-        order = {spec.fqn: place for place, spec in enumerate(self.params)}
-        first_trained = min(
-            (order[spec.fqn] for spec in self.params if spec.trainable), default=None
-        )
-        if first_trained is None:
-            return set()
-        units = [unit for unit in self.execution_order() if unit.params]
-        before = [unit for unit in units if max(order[fqn] for fqn in unit.params) < first_trained]
-        skipped = {unit.name for unit in before[: -max(1, self.prefetch)]}
-        return {unit.name for unit in units if unit.reshard_after_forward is not False} - skipped
 
     def execution_order(self) -> list[ShardUnit]:
         """Return the units as a forward runs them: in ``order`` if given, else in the model's own,

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from shardkit.errors import listing
+from shardkit.plan.counting import collectives
 from shardkit.plan.data import PlanData, dtype_name, mp_policy_to_dict
 from shardkit.plan.types import ShardUnit, count, nbytes
 
@@ -47,8 +48,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     lines = []
     for row in rows:
         cells = []
-        for column, cell in enumerate(row):
-            width = widths[column]
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
             cells.append(cell.ljust(width) if column in left else cell.rjust(width))
         lines.append("  ".join(cells).rstrip())
     return lines
@@ -61,39 +61,26 @@ def _row(plan: PlanData, unit: ShardUnit) -> dict[str, str]:
     if specs:
         row["parameters"] = count(sum(spec.numel for spec in specs))
         row["bytes"] = nbytes(sum(spec.nbytes for spec in specs))
-    dtypes: dict[str, None] = {}  # trained ones first
-    for spec in sorted(specs, key=lambda spec: (not spec.trainable, str(spec.dtype))):
-        dtypes[dtype_name(spec.dtype) + ("" if spec.trainable else " frozen")] = None
-    row["dtype"] = ", ".join(dtypes)
-    row["computes in"] = _precision(unit)
+    dtypes = {dtype_name(spec.dtype) + " frozen" * (not spec.trainable) for spec in specs}
+    row["dtype"] = ", ".join(sorted(dtypes))
+    policy = mp_policy_to_dict(unit.mp_policy)
+    precision = [str(policy.get("param_dtype", "stored dtype"))] if policy else []
+    if "reduce_dtype" in policy:
+        precision.append(f"reduces in {policy['reduce_dtype']}")
+    row["computes in"] = ", ".join(precision)
     row["reshards"] = f"to {unit.reshard_after_forward} ranks"
     if isinstance(unit.reshard_after_forward, bool):
         row["reshards"] = "after forward" if unit.reshard_after_forward else "after backward"
     row["lives on"] = "CPU" if unit.offloads else ""
-    policy = unit.checkpoint_activations
-    row["checkpointed"] = "yes" if policy is True else policy or ""
+    checkpointed = unit.checkpoint_activations
+    row["checkpointed"] = "yes" if checkpointed is True else checkpointed or ""
     row["compiled"] = "yes" if unit.compile else ""
     dims = Counter(dim for _, dim in unit.shard_dims)
     row["not on dim 0"] = ", ".join(
         f"{number} on dim {dim}" for dim, number in sorted(dims.items())
     )
-    row["mesh"] = ""
-    if plan.mesh.shard_axes > 1:
-        splits = [f"{name}={size}" for name, size in plan.mesh.splits(unit.mesh).items()]
-        row["mesh"] = str(plan.mesh_of(unit))
-        if splits:
-            row["mesh"] += f", split over {' x '.join(splits)}"
+    row["mesh"] = str(plan.mesh_of(unit)) if plan.mesh.shard_axes > 1 else ""
     return row
-
-
-def _precision(unit: ShardUnit) -> str:
-    policy = mp_policy_to_dict(unit.mp_policy)
-    if not policy:
-        return ""
-    text = str(policy.get("param_dtype", "stored dtype"))
-    if "reduce_dtype" in policy:
-        text += f", reduces in {policy['reduce_dtype']}"
-    return text
 
 
 def _footer(plan: PlanData) -> list[str]:
@@ -107,15 +94,13 @@ def _footer(plan: PlanData) -> list[str]:
         "replicated, gradients reduced": plan.replicated,
         "prefetch": [f"{plan.prefetch} units ahead"] if plan.prefetch else [],
         "ranks may skip": [unit.name for unit in plan.units if unit.may_skip],
+        "in tiles of tokens": [f"{fqn} ({number})" for fqn, number in plan.tiles],
+        "methods that unshard": plan.forward_methods,
     }
-    for number in dict.fromkeys(dict(plan.tiles).values()):
-        names = [fqn or "(root)" for fqn, tiles in plan.tiles if tiles == number]
-        listed[f"in {number} tiles of tokens"] = names
-    listed["methods that unshard"] = plan.forward_methods
     for title, items in listed.items():
         if items:
             lines.append(f"{title}: {listing(items, 6)}")
-    counts = plan.collectives()
+    counts = collectives(plan)
     lines.append(
         f"one forward and backward: {counts.all_gathers} all-gathers, "
         f"{counts.reduce_scatters} reduce-scatters, {counts.all_reduces} all-reduces"

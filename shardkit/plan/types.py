@@ -214,11 +214,8 @@ class MeshSpec:
         return math.prod(self.splits(axis).values())
 
     def __str__(self) -> str:
-        axes = [f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True)]
-        shards = " x ".join(axes[-self.shard_axes :])
-        return " x ".join(
-            [*axes[: -self.shard_axes], shards if self.shard_axes == 1 else f"({shards})"]
-        )
+        axes = zip(self.axis_names, self.shape, strict=True)
+        return " x ".join(f"{name}={size}" for name, size in axes)
 
 
 @dataclass(frozen=True)
@@ -259,7 +256,7 @@ class ShardUnit:
     may_skip: bool = False
 
     def __post_init__(self) -> None:
-        if self.shard_dims:
+        if self.shard_dims != ():  # pairs, or a mapping
             dims = dict(self.shard_dims)
             ordered = {fqn: dims[fqn] for fqn in (*self.params, *dims) if dims.get(fqn)}
             object.__setattr__(self, "shard_dims", tuple(ordered.items()))

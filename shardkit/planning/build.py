@@ -20,8 +20,6 @@ from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.selection import Overrides, Rule, Selection, check_settings, policy_name
 from shardkit.planning.tree import ModelTree, ModuleNode, assign, in_order, tie_problem
 
-FEW = 1024  # elements of a frozen parameter that is worth no sharding where modules share it
-
 
 def build_plan(
     tree: ModelTree,
@@ -57,7 +55,6 @@ def build_plan(
 
     notes: list[str] = []
     if units is None:
-        replicated |= _small_shared(tree)
         selections, tie_notes = join_ties(tree, default_units(tree), ignored | replicated)
         selections, mixed, dtype_notes = split_dtypes(tree, selections, ignored | replicated)
         replicated |= mixed
@@ -89,21 +86,6 @@ def build_plan(
                 f"units=[by_name(..., {name}=True)]."
             )
     return plan
-
-
-def _small_shared(tree: ModelTree) -> set[str]:
-    """Return the frozen parameters of a few elements that several modules share, as of a rotary
-    embedding, which may have methods for which no unit unshards.
-    """
-    shared: set[str] = set()
-    if not tree.shares_modules:
-        return shared
-    for fqn, spec in tree.specs.items():
-        if not spec.trainable and spec.numel <= FEW:
-            around = [node for owner in tree.owners(fqn) for node in (owner, *owner.ancestors())]
-            if any(len(node.parents) > 1 for node in around):
-                shared.add(fqn)
-    return shared
 
 
 def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> set[str]:
@@ -161,7 +143,7 @@ def plan_of(
         axis = selection.overrides.get("mesh")
         if axis is not None:
             mesh = mesh.sharded_from(axis)
-    selections = _children_first(tree, selections)
+    selections = _children_first(selections)
     replicated = replicated - ignored
     owned, in_several = assign(
         tree, [selection.modules for selection in selections], ignored | replicated
@@ -204,15 +186,17 @@ def plan_of(
     return plan
 
 
-def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:
+def _children_first(selections: list[Selection]) -> list[Selection]:
     """Sort into the order of the ``fully_shard`` calls: units inside a module before its unit."""
-
-    def place(selection: Selection) -> tuple[bool, list[int]]:
-        return selection.modules == (tree.root,), [node.place for node in selection.modules]
-
-    selections = sorted(selections, key=place)
-    unit_of = {node: index for index, unit in enumerate(selections) for node in unit.modules}
-    inner: dict[int, list[int]] = {index: [] for index in range(len(selections))}
+    # The root, which has no parents, comes last.
+    selections = sorted(
+        selections, key=lambda unit: (not unit.modules[0].parents, [n.place for n in unit.modules])
+    )
+    unit_of: dict[ModuleNode, int] = {}
+    inner: dict[int, list[int]] = {}
+    for index, selection in enumerate(selections):
+        unit_of.update(dict.fromkeys(selection.modules, index))
+        inner[index] = []
     for index, selection in enumerate(selections):
         outer: set[int] = set()
         waiting = [parent for node in selection.modules for parent in node.parents]
@@ -266,11 +250,6 @@ def _unit(
 
 
 def _forward_methods(tree: ModelTree, methods: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(methods, str):
-        raise PlanError(
-            f"forward_methods must be a list of names, got the string {methods!r}. Pass "
-            f"forward_methods=[{methods!r}]."
-        )
     names = list(methods)
     if callable(getattr(tree.root.module, "generate", None)):
         names.insert(0, "generate")
@@ -279,21 +258,18 @@ def _forward_methods(tree: ModelTree, methods: Iterable[str]) -> tuple[str, ...]
 
 def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Yield an error for each method that the plan names and that cannot unshard parameters."""
-    units = [fqn for unit in plan.units for fqn in unit.modules]
+    nodes = [tree.root]
+    for unit in plan.units:
+        nodes += [tree.node(fqn) for fqn in unit.modules]
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         node = tree.find(fqn)
-        is_method = node is not None and callable(getattr(node.module, method, None))
+        is_method = node in nodes and callable(getattr(node.module, method, None))
         if not is_method or method == "forward":
             yield (
-                f"forward_methods has {name!r}, which is not a method besides forward of a module "
-                "in the model. Only units and the model can unshard. Correct the name."
-            )
-        elif fqn and not any(tree.find(unit) is node for unit in units):
-            yield (
-                f"forward_methods has {name!r}, a method of {fqn}, which is not a unit. Only units "
-                f"and the model can unshard. Make {fqn} a unit with units=, or name a method of a "
-                "unit or of the model that calls this one."
+                f"forward_methods has {name!r}, which is not a method besides forward of the model "
+                "or of a unit. Only these can unshard. Correct the name, or make "
+                f"{fqn or 'its module'} a unit with units=."
             )
 
 
@@ -302,8 +278,6 @@ def named_model(given: str) -> nn.Module:
     config; or PlanError.
     """
     try:
-        if given.endswith(".json") and not Path(given).exists():
-            raise FileNotFoundError(f"no such file in {Path.cwd()}")
         with torch.device("meta"):
             if Path(given).exists():
                 import transformers

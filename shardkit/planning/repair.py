@@ -11,7 +11,6 @@ from collections.abc import Set
 import torch
 
 from shardkit.errors import listing
-from shardkit.plan.types import nbytes
 from shardkit.planning.selection import Selection
 from shardkit.planning.tree import (
     ModelTree,
@@ -51,8 +50,10 @@ def join_ties(
         sharing = outermost(sharing)
         if tree.root in sharing:
             dissolved = [unit for unit in owning if tree.root not in unit.modules]
-            names = listing(node.fqn for unit in dissolved for node in unit.modules)
-            notes.append(f"{names}: shares a parameter with the root, so the root owns it")
+            names = []
+            for unit in dissolved:
+                names += [node.fqn for node in unit.modules]
+            notes.append(f"{listing(names)}: shares a parameter with the root, so the root owns it")
             selections = [unit for unit in selections if unit not in dissolved]
         else:
             selections = _join(tree, selections, owning, sharing)
@@ -62,7 +63,9 @@ def _join(
     tree: ModelTree, selections: list[Selection], owning: list[Selection], sharing: list[ModuleNode]
 ) -> list[Selection]:
     """Make one unit of these modules and of the owning units with modules at or below them."""
-    inside = {below for node in sharing for below in tree.subtree(node)}
+    inside: set[ModuleNode] = set()
+    for node in sharing:
+        inside.update(tree.subtree(node))
     joined = [unit for unit in owning if not inside.isdisjoint(unit.modules)]
     modules = list(sharing)
     for selection in joined:
@@ -70,7 +73,7 @@ def _join(
     overrides = (joined or owning)[0].overrides
     reshard = all(unit.reshard for unit in joined)
     together = Selection(tuple(outermost(modules)), overrides, reshard)
-    return [together, *(unit for unit in selections if unit not in joined)]
+    return [together] + [unit for unit in selections if unit not in joined]
 
 
 def split_dtypes(
@@ -86,6 +89,7 @@ def split_dtypes(
     if len({spec.dtype for spec in tree.specs.values() if spec.trainable}) < 2:
         return selections, set(), []
     new: list[Selection] = []
+    separate: list[ModuleNode] = []
     mixed: set[str] = set()
     owned, _ = assign(tree, [selection.modules for selection in selections], skipped)
     for selection, params in zip(selections, owned, strict=True):
@@ -95,11 +99,12 @@ def split_dtypes(
             numel[tree.specs[fqn].dtype] += tree.specs[fqn].numel
         if len(numel) < 2:
             continue
-        kept = max(numel, key=lambda dtype: numel[dtype])
-        own = {tree.specs[fqn].dtype for node in selection.modules for fqn in node.params}
         # what the unit's modules have themselves cannot be taken out
-        if len(own & numel.keys()) == 1:
-            (kept,) = own & numel.keys()
+        own = []
+        for node in selection.modules:
+            own += [tree.specs[fqn].dtype for fqn in node.params]
+        fixed = [dtype for dtype in numel if dtype in own]
+        kept = max(fixed or numel, key=lambda dtype: numel[dtype])
         by_dtype: dict[torch.dtype, list[ModuleNode]] = defaultdict(list)
         for fqn in sorted(trained):
             dtype = tree.specs[fqn].dtype
@@ -112,20 +117,18 @@ def split_dtypes(
         for nodes in by_dtype.values():
             modules = tuple(outermost(nodes))
             new.append(Selection(modules, selection.overrides, selection.reshard))
+            separate += modules
     notes = []
     if new:
-        separate = outermost([node for unit in new for node in unit.modules])
-        names = listing([node.fqn for node in separate], 4)
+        names = listing([node.fqn for node in outermost(separate)], 4)
         notes.append(
             f"{names}: train in another dtype than the modules around them, so they are separate "
             "units"
         )
     if mixed:
-        size = nbytes(sum(tree.specs[fqn].nbytes for fqn in mixed))
         notes.append(
             f"{listing(tree.ordered(mixed), 4)}: train in another dtype "
-            "than the rest of their unit and cannot be a unit of their own, so are replicated, "
-            f"{size} on every rank"
+            "than the rest of their unit and cannot be a unit of their own, so are replicated"
         )
     return [*selections, *new], mixed, notes
 

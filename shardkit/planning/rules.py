@@ -32,16 +32,15 @@ def by_class(*classes: type[nn.Module] | str, **overrides: Unpack[Overrides]) ->
         >>> by_class(nn.TransformerEncoderLayer, "MyBlock", reshard_after_forward=False).text
         "by_class(TransformerEncoderLayer, 'MyBlock')"
     """
-    names, types, shown = set(), [], []
+    names, types = set(), []
     for cls in classes:
         if isinstance(cls, str):
             names.add(cls)
-            shown.append(repr(cls))
         elif isinstance(cls, type) and issubclass(cls, nn.Module):
             types.append(cls)
-            shown.append(cls.__name__)
         else:
             raise PlanError(f"by_class takes nn.Module classes or their names, got {cls!r}.")
+    shown = [cls.__name__ if isinstance(cls, type) else repr(cls) for cls in classes]
 
     def matches(_: str, module: nn.Module) -> bool:
         bases = {base.__name__ for base in type(module).__mro__}
@@ -81,7 +80,7 @@ def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
     def select(tree: ModelTree, taken: Set[ModuleNode]) -> list[Selection]:
         return [Selection((node,), overrides) for node in large_modules(tree, min_numel, taken)]
 
-    return UnitRule(f"by_size({min_numel})", select, overrides)
+    return UnitRule(f"by_size({min_numel})", select)
 
 
 def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
@@ -106,7 +105,7 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
             modules.update(matched)
         return [Selection(tuple(in_order(modules)), overrides)]
 
-    return UnitRule(text, select, overrides)
+    return UnitRule(text, select)
 
 
 def select(tree: ModelTree, rules: Rule | Sequence[Rule]) -> list[Selection]:
@@ -116,12 +115,11 @@ def select(tree: ModelTree, rules: Rule | Sequence[Rule]) -> list[Selection]:
     unknown.
     """
     units: list[Selection] = []
-    taken: dict[ModuleNode, str] = {}  # the text of the rule that took each module
+    taken: set[ModuleNode] = set()
     for rule in _as_rules(rules):
-        check_settings(rule.text, rule.overrides)
         selections = _not_taken(tree, rule, taken)
         for selection in selections:
-            taken.update(dict.fromkeys(selection.modules, rule.text))
+            taken.update(selection.modules)
             check_settings(rule.text, selection.overrides)
             _check_callable(rule, selection)
         units += selections
@@ -145,7 +143,7 @@ def replicated_modules(tree: ModelTree, rules: Rule | Sequence[Rule]) -> set[Mod
 
 
 def tiled_modules(tree: ModelTree, tiles: Mapping[Any, int]) -> dict[ModuleNode, int]:
-    """Return in how many tiles modules compute: as the first rule for a module says; 1 is whole."""
+    """Return in how many tiles modules compute, as the first rule for a module says."""
     numbers: dict[ModuleNode, int] = {}
     for given, number in tiles.items():
         rule = as_rule(given)
@@ -153,12 +151,12 @@ def tiled_modules(tree: ModelTree, tiles: Mapping[Any, int]) -> dict[ModuleNode,
             _check_callable(rule, selection)
             for node in selection.modules:
                 numbers.setdefault(node, number)
-    return {node: number for node, number in numbers.items() if number != 1 or number is True}
+    return numbers
 
 
 def _without_settings(tree: ModelTree, rule: UnitRule, argument: str) -> list[Selection]:
     """Return what a rule matches that only names modules."""
-    selections = _not_taken(tree, rule, {})
+    selections = _not_taken(tree, rule, set())
     for selection in selections:
         if selection.overrides:
             raise PlanError(
@@ -168,32 +166,19 @@ def _without_settings(tree: ModelTree, rule: UnitRule, argument: str) -> list[Se
     return selections
 
 
-def _not_taken(tree: ModelTree, rule: UnitRule, taken: dict[ModuleNode, str]) -> list[Selection]:
+def _not_taken(tree: ModelTree, rule: UnitRule, taken: set[ModuleNode]) -> list[Selection]:
     """Return what a rule matches and no earlier rule has; PlanError if that is nothing."""
-    matched = []
-    for selection in rule.select(tree, taken.keys()):
-        if any(node is tree.root or _has_parameters(tree, node) for node in selection.modules):
-            matched.append(selection)
-    if not matched:
-        raise _no_match(f"{rule.text} matches no module that has parameters", tree)
-    fresh = [selection for selection in matched if taken.keys().isdisjoint(selection.modules)]
-    if not fresh:
-        claims = []
-        for selection in matched:
-            claims += [
-                f"{node.name} (by {taken[node]})" for node in selection.modules if node in taken
-            ]
-        raise PlanError(
-            f"{rule.text} matches modules of earlier rules: {listing(claims)}. Each module is in "
-            "one unit, and the first matching rule wins. Remove one of the rules, or put the "
-            "narrower one first."
-        )
-    return fresh
-
-
-def _has_parameters(tree: ModelTree, node: ModuleNode) -> bool:
-    """Whether a module has parameters at or below, perhaps empty ones."""
-    return any(below.params for below in tree.subtree(node))
+    selections = []
+    for selection in rule.select(tree, taken):
+        has_params = False  # perhaps empty ones
+        for node in selection.modules:
+            has_params |= node is tree.root or any(below.params for below in tree.subtree(node))
+        if has_params and taken.isdisjoint(selection.modules):
+            selections.append(selection)
+    if not selections:
+        problem = "matches no module that has parameters and that no earlier rule matches"
+        raise _no_match(f"{rule.text} {problem}", tree)
+    return selections
 
 
 def _check_callable(rule: UnitRule, selection: Selection) -> None:
@@ -240,7 +225,7 @@ def _rule_for(
                 selections.append(Selection((node,), overrides))
         return selections
 
-    return UnitRule(text, select, overrides)
+    return UnitRule(text, select)
 
 
 def _compile_glob(glob: str) -> re.Pattern[str]:
@@ -264,5 +249,6 @@ def _no_match(problem: str, tree: ModelTree) -> PlanError:
     modules = [node.fqn for node in tree.nodes if node.fqn and node.fqn.count(".") < 2]
     return PlanError(
         f"{problem}. The model's classes are: {listing(classes)}. Its modules are: "
-        f"{listing(modules)}. Use by_class for a class, by_name for a module, or remove the rule."
+        f"{listing(modules)}. Use by_class for a class, by_name for a module, remove the rule, or put "
+        "the narrower rule first."
     )

@@ -45,7 +45,6 @@ class UnitRule:
 
     text: str  # the call that made it, for messages
     select: Callable[[ModelTree, Set[ModuleNode]], list[Selection]]  # given what is taken
-    overrides: Overrides = field(default_factory=Overrides)
 
 
 Rule: TypeAlias = UnitRule | type[nn.Module] | str | Callable[[str, nn.Module], "bool | Overrides"]
@@ -79,11 +78,8 @@ def check_settings(rule: str, settings: Mapping[str, Any]) -> None:
         )
     for name, value in settings.items():
         if value is not None and not isinstance(value, _TYPES[name]):
-            wanted = f"a {getattr(_TYPES[name], '__name__', '')}"
-            if name == "reshard_after_forward":
-                wanted = "True, False or a number of ranks"
             where = f"{name} of {rule}" if rule else name
-            raise PlanError(f"{where} must be {wanted}, got {value!r}.")
+            raise PlanError(f"{where} must be {_TYPES[name]}, got {value!r}.")
     policy_name(settings.get("checkpoint_activations"))
 
 

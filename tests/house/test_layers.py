@@ -59,6 +59,7 @@ ALLOWED: dict[str, set[str]] = {
 # What it may import besides inside of functions, and for types.
 LATER: dict[str, set[str]] = {
     "api": {"memory"},
+    "plan": {"runtime"},  # whose source is in the code of a plan
     "apply": {"watching", "integrations"},
     "__init__": EVERYTHING,
 }

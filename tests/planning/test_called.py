@@ -149,34 +149,6 @@ class Beside(nn.Module):
         return x + skip
 
 
-class Rotary(nn.Module):
-    """A frozen table that all blocks share, and rotate by a method of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.freqs = nn.Parameter(torch.arange(8.0), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.freqs
-
-    def rotate(self, x: Tensor) -> Tensor:
-        return self.forward(x).cos()
-
-
-class RotaryBlock(Block):
-    def __init__(self, rotary: Rotary) -> None:
-        super().__init__()
-        self.rotary = rotary
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.rotary.rotate(x))
-
-
-def rotaries() -> nn.Module:
-    rotary = Rotary()
-    return Layers(RotaryBlock(rotary) for _ in range(3))
-
-
 class Body(nn.Module):
     """What Gemma 4 calls its language model: embedding, blocks and norm."""
 
@@ -225,7 +197,6 @@ MODELS = {
         attentions,
         routers,
         scans,
-        rotaries,
         Beside,
         TiedAbove,
         Twice,
@@ -254,9 +225,6 @@ def test_units_are_called() -> None:
         "router.weight: train in another dtype than the rest of their unit and cannot be a unit"
         in str(plan)
     )
-    shared = plan_model(rotaries(), mesh=TWO)
-    assert [unit.name for unit in shared.units] == ["layers.0", "layers.1", "layers.2", "(root)"]
-    assert shared.replicated == ("layers.0.rotary.freqs",)
     mixed = plan_model(scans(), mesh=TWO)
     assert mixed.replicated == ("layers.0.1.A_log", "layers.1.1.A_log")
     assert [unit.name for unit in mixed.units] == ["layers.0", "layers.1", "(root)"]

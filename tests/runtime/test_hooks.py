@@ -289,9 +289,9 @@ def test_a_first_forward_on_meta() -> None:
 METHODS = {
     ("decode",): "'decode', which is not a method",
     ("layers.0.forward",): "'layers.0.forward', which is not a method besides",
-    ("layers.0.up.reset_parameters",): "layers.0.up, which is not a unit",
+    ("layers.0.up.reset_parameters",): "make layers.0.up a unit",
     ("nowhere.encode",): "'nowhere.encode', which is not a method",
-    "encode": "'encode'",
+    "encode": "forward_methods has 'e'",
 }
 
 
