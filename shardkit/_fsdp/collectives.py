@@ -89,7 +89,7 @@ def modules_of(module: FSDPModule) -> tuple[nn.Module, ...]:
 
 
 def pass_through(module: FSDPModule, zero: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run ``body`` as the forward of a unit: gather, reshard, and join its backward. Collective.
+    """Run ``body`` as the forward of a unit: unshard, reshard, and join its backward. Collective.
 
     torch's methods are called rather than the module, so that none of its other hooks sees the
     zero. The zero is cloned because what FSDP2 returns for it is a view, and it warns of a forward

@@ -89,7 +89,7 @@ def _difference(samples: dict[str, list[list[int]] | None], groups: Groups) -> P
     lows, highs = [], []
     for sample in samples.values():
         number = digest(sample)
-        # On meta it is neither lowest nor highest.
+        # A tensor on meta has no values: what its rank sends is neither the lowest nor the highest.
         lows.append(_ABOVE_EVERY_DIGEST if sample is None else number)
         highs.append(0 if sample is None else number)
     lows, highs = extremes(lows, highs, groups)

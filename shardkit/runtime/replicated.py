@@ -124,7 +124,8 @@ class _Replicated:
     """One parameter, found by its place, because loading and materializing may replace the object.
 
     A backward adds to ``.grad``. What a backward has reduced must not be reduced again by the next
-    one, so it is set aside before the next gradient arrives, and added to that one's mean.
+    one, so hooks around that addition set it aside in ``reduced``: ``_before_accumulation`` takes
+    it out of ``.grad``, and ``settle`` adds it to the mean of the next gradients.
     """
 
     module: nn.Module  # registers it
