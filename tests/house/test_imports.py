@@ -15,7 +15,6 @@ import pytest
 import shardkit
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 8_000
 MOST_CPU_SECONDS = 0.08  # 0.006 seen; it was 0.33 when every name was loaded at once
 # Never needed by the library: the extras, and what torch itself can do without.
 OPTIONAL = [
@@ -69,21 +68,7 @@ def report() -> dict:
     return json.loads(run.stdout)
 
 
-def lines_of(modules: list[str]) -> int:
-    ours = [name.replace(".", "/") for name in modules if name.split(".")[0] == "shardkit"]
-    files = [
-        path
-        for name in ours
-        for path in (ROOT / f"{name}.py", ROOT / name / "__init__.py")
-        if path.exists()
-    ]
-    assert len(files) == len(ours) > 0
-    return sum(len(path.read_text().splitlines()) for path in files)
-
-
 def test_importing_shardkit_is_cheap(report) -> None:
-    assert lines_of(report["import"]) < 1000
-    assert lines_of(report["name"]) <= MOST_LINES
     assert report["cpu"] < MOST_CPU_SECONDS
 
 

@@ -68,7 +68,6 @@ PRIVATE_NAMES = ("_torch", "_fsdp")  # of torch, only in files whose names begin
 # Underscored attributes that may be used elsewhere.
 PUBLIC_UNDERSCORES = {
     "_exit": "os._exit, documented by Python",
-    "_asdict": "of every named tuple, documented by Python",
     "_replace": "of every named tuple, documented by Python",
     "_parameters": "nn.Module's registry, the only place that tells a registered None from nothing",
     "_current_frames": "of sys, documented by Python",

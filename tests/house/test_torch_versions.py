@@ -57,7 +57,7 @@ PLAIN = (
     "modules", "fsdp_params", "device", "mesh_info", "mp_policy", "post_forward_mesh_info",
     "reshard_after_backward", "reduce_grads", "all_reduce_grads", "gradient_divide_factor", "post_backward",
     "finalize_backward", "sharded_param", "reset_sharded_param", "all_gather_outputs", "pre_backward", "is_unsharded",
-    "sharded_state", "sharded_size", "padded_sharded_param_size", "fsdp_placement", "shard_mesh", "pin_memory",
+    "sharded_state", "sharded_size", "shard_mesh", "pin_memory",
     "to_sharded_dtensor",
 )  # fmt: skip
 # the first torch that has them
@@ -68,7 +68,7 @@ LATER = {
 # Marks that one side sets for the other, Python's own, a package that is only named for import, and
 # a group that FSDP1's tensors carry.
 NOT_TORCHS = {
-    "_getframe", "_dynamo", "_in_backward_optimizers", "_opt_called", "_step_supports_amp_scaling",
+    "_dynamo", "_in_backward_optimizers", "_opt_called", "_step_supports_amp_scaling",
     "_wrapped_by_lr_sched", "_process_group", "_registered", "_shardkit_trained",
 }  # fmt: skip
 OURS = {"self", "_fsdp", "watch", "hold"}

@@ -15,10 +15,10 @@ import step_settings
 import torch
 from meshes import mesh_of
 from plain_and_sharded import assert_trains_like_plain
-from random_models import GOOD, drawn, outcomes
 from sent_bytes import GATHER, SentBytes
 from zoo import ZOO
 
+from benchmarks.sweeps.random_models import GOOD, drawn, outcomes
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 from shardkit.testing import distributed
 

@@ -23,16 +23,6 @@ OTHERS = """
     saved = FSDP.sharded_optim_state_dict(model, optimizer)
     assert model.check_is_root()
 """
-# Some lines of nano_gpt.py, by a part of each.
-LINES = """
-    FullyShardedDataParallel as FSDP
-    ModuleWrapPolicy
-    return FSDP(
-    FSDP.state_dict_type(
-    FSDP.optim_state_dict_to_load(
-    fsdp_model.module
-    FSDP.summon_full_params(
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +47,6 @@ def matches(pattern, source):
 def test_each_search_finds_a_line(source):
     assert len(SEARCHES) > 20
     assert [pattern for pattern in SEARCHES if not matches(pattern, source)] == []
-
-
-def test_the_searches_find_what_must_change(source):
-    lines = {line for pattern in SEARCHES for line in matches(pattern, source)}
-    for part in (OTHERS + LINES).strip().splitlines():
-        assert any(part.strip() in line for line in lines), part
 
 
 def test_the_block_is_a_shell_script_that_finds_them(source):

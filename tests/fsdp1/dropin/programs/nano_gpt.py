@@ -79,11 +79,6 @@ def configure_optimizer(model, weight_decay, lr, use_orig_params):
             "weight_decay": weight_decay,
         },
         {"params": [p for name, p in plain.items() if name in no_decay], "weight_decay": 0.0},
-        {
-            "params": [p for name, p in plain.items() if "adapter" in name],
-            "weight_decay": 0.0,
-            "lr": lr / 10,
-        },
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 

@@ -4,7 +4,7 @@ model unchanged.
 A case is plain data, from which every rank builds the same model. In each step
 one rank's loss counts ``world_size`` times and the others' not at all: the mean over ranks is then
 exactly the plain gradient, and whatever is not reduced over all ranks shows.
-``benchmarks/sweeps/random_cases.py`` runs many.
+``random_cases.py`` runs many, and ``tests/training/test_parity.py`` a few.
 """
 
 from __future__ import annotations
