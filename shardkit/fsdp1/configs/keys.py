@@ -108,7 +108,9 @@ FSDP_2: Table = {
 
 _SIZE = "mapped: A mesh axis of {} ranks."
 _BESIDE = "noted: {} ranks: if more than 1, split before sharding, and pass the other axes' mesh."
-AXES = {  # by the axis: the keys of accelerate's parallelism_config, and axolotl's
+# By the axis: its key in accelerate's parallelism_config, its key in axolotl's file, and the answer
+# to both.
+AXES = {
     "dp_replicate": ("dp_replicate_size", "dp_replicate_size", _SIZE),
     "dp_shard": ("dp_shard_size", "dp_shard_size", _SIZE),
     "cp": ("cp_size", "context_parallel_size", SPLIT),

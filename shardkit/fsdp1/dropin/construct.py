@@ -58,7 +58,8 @@ def shard_and_wrap(
         if is_wrapper(child) and record_of(child).is_root:
             wrapped_before[fqn] = child
 
-    # FSDP1 allows two wrappers around one module, and modules without parameters.
+    # FSDP1 allows two wrappers around one module, and modules without parameters. There is nothing
+    # to shard then: the wrapper only becomes the root of what is wrapped below it.
     if is_wrapper(module) or next(module.parameters(), None) is None:
         mesh = build_mesh(MeshSpec.sharded(dist.get_world_size()))
         for wrapper in wrapped_before.values():

@@ -91,8 +91,8 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        # FSDP2 calls some from inside of torch, and torch.distributed.checkpoint takes them for
-        # FSDP1.
+        # Where torch itself is the caller, as FSDP2 is of some, it gets its own function, except in
+        # torch.distributed.checkpoint, which calls these for FSDP1's models, and so for ours.
         frame: Any = inspect.currentframe()
         caller = frame.f_back.f_globals.get("__name__", "")
         if not caller.startswith("torch.") or caller == checkpoint.__name__:

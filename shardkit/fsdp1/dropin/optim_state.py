@@ -222,6 +222,9 @@ def _save(
     config: OptimStateDictConfig,
     given: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
+    """Return the state of an optimizer by name, in the form of ``config``: of DTensors, by a
+    stand-in. Collective if full.
+    """
     if given is not None:  # what optim.state_dict() gave, for a copy of the optimizer
         optim = as_optimizer_of_dtensors(optim, {})
         optim.load_state_dict(given)
@@ -248,6 +251,11 @@ def _to_load(
     *,
     from_rank0: bool = False,
 ) -> dict[str, Any]:
+    """Return state by name as ``optim.load_state_dict`` takes it.
+
+    A stand-in with DTensors loads it, from rank 0 or from what this rank was given; its state, made
+    flat again, is the result. ``optim`` does not change.
+    """
     with as_dtensors(model) as shards:
         stand_in = as_optimizer_of_dtensors(optim, shards)
         if from_rank0:

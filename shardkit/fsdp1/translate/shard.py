@@ -145,8 +145,9 @@ def shard_translated(
             check_same_start(model, translation.plan, groups)
         mesh = (make_mesh or mesh_for)(translation)
 
-    # A model recorded by init_on_meta gets its values after sharding; with sync_module_states the
-    # first rank may have built it without, and then no rank replays.
+    # Where every rank recorded the model under init_on_meta, it gets its values after sharding, by
+    # replay. Else no rank replays, and each unit gets its values right before it is sharded: with
+    # sync_module_states the first rank may have built the model outside of init_on_meta.
     before = _UnitInitializer(model, translation, mesh) if some_unrecorded else None
     shard_units(model, translation.plan, mesh, before=before, after=after)
     if not some_unrecorded:

@@ -82,8 +82,10 @@ def mesh_of_arguments(
     ranks_per_node: int | None,
     world_size: int | None,
 ) -> tuple[MeshSpec, DeviceMesh | None, tuple[dist.ProcessGroup, ...]]:
-    """Return the shape of the mesh on which FSDP1 would shard; the given mesh, if FSDP2 takes it;
-    else its process groups, none of them for all ranks.
+    """Return the shape of the mesh on which FSDP1 would shard, and what to build it from.
+
+    That is a mesh, the given one, if FSDP2 takes it; or else process groups that exist, one for each
+    axis; or neither, for a new mesh of all ranks.
     """
     is_hybrid = strategy.name in HYBRID
     if device_mesh is not None:
@@ -138,4 +140,5 @@ def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
     groups = process_group if isinstance(process_group, tuple) else (process_group,)
     if all(isinstance(group, dist.ProcessGroup) for group in groups) and groups:
         return list(groups)
+    # torch gives this in the place of a group to ranks that are not in it: they agree with nobody.
     return [] if dist.GroupMember.NON_GROUP_MEMBER in groups else [None]
