@@ -7,8 +7,6 @@ Linux, where a fork before the first test is safe, and only for what is worth it
 ever.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle
@@ -55,7 +53,8 @@ def _place(group: Group) -> tuple[bool, bool]:
 
 
 def _has_ranks(group: Group) -> bool:
-    return any(hasattr(getattr(item, "module", None), "distributed") for item in group)
+    names = vars(getattr(group[0], "module", None) or object)
+    return "distributed" in names or "on_ranks" in names
 
 
 class _Several:

@@ -1,7 +1,5 @@
 """Checkpointed blocks advance buffers once, and compute exact gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any

@@ -2,11 +2,10 @@
 on all ranks.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from expert_net import EXPERTS, RULES, ExpertNet, batch, expert_plan, train_both
 from layouts import full
 from meshes import mesh_of
@@ -23,7 +22,7 @@ from shardkit import (
     set_gradient_reduction,
     shard_model,
 )
-from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
+from shardkit.testing import assert_same_on_all_ranks, comm_counts
 
 AXES = ("dp_replicate", "efsdp", "ep")
 
@@ -85,7 +84,7 @@ def test_an_axis_that_units_cannot_be_on_is_refused(
     ("shape", "reduction", "dim"),
     [((2, 2), "mean", None), ((1, 4), "sum", None), ((2, 1, 2), "mean", None), ((2, 2), "mean", 1)],
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_training_is_that_of_one_process(shape, reduction, dim):
     """Gradients, the norm, and three steps of AdamW; one rank has no token, the others have
     different numbers.
@@ -111,7 +110,7 @@ def test_training_is_that_of_one_process(shape, reduction, dim):
     assert train_both(model, ExpertNet()) <= 1e-15
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_written_code_shards_alike():
     mesh = mesh_of((2, 2), "efsdp", "ep")
     model, by_hand = (ExpertNet().split(mesh["ep"]) for _ in range(2))
@@ -127,7 +126,7 @@ def test_the_written_code_shards_alike():
         assert torch.equal(full(a.grad), full(b.grad))
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_what_cannot_work_is_refused_on_every_rank():
     mesh = mesh_of((2, 2), "efsdp", "ep")
     split = ExpertNet().split(mesh["ep"])
@@ -155,7 +154,7 @@ def test_what_cannot_work_is_refused_on_every_rank():
         assert not any(hasattr(module, "unshard") for module in model.modules())
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_experts_start_from_the_first_copy_of_each_or_must_be_equal():
     mesh = mesh_of((2, 2), "efsdp", "ep")
     same = dist.get_rank() < 2  # of axis efsdp, the first

@@ -2,8 +2,6 @@
 against plain arithmetic.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -2,8 +2,6 @@
 survive sharding, or are refused.
 """
 
-from __future__ import annotations
-
 import collections
 import weakref
 from collections.abc import Callable

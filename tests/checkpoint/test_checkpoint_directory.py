@@ -1,7 +1,5 @@
 """Manifests, directories and their rotation: what a checkpoint is, without its contents."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

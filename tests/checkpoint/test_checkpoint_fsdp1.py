@@ -1,7 +1,5 @@
 """Checkpoints that FSDP1 wrote load into FSDP2, and FSDP1 loads what shardkit exports."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_net import is_first
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import (
@@ -30,7 +29,6 @@ from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkp
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict, full_state_dict
 from shardkit.state.optimizer import renamed_state
-from shardkit.testing import distributed
 
 IDS = torch.tensor([[0, 1, 2, 3, 4], [6, 5, 4, 3, 2]])
 
@@ -99,7 +97,7 @@ def wrapped(seed: int, use_orig_params: bool) -> nn.Module:
         )
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def save_fsdp1(folder, use_orig_params):
     """SHARDED as a DCP directory, FULL as one file, with the optimizer by FQN, and by number."""
     warnings.simplefilter("ignore", FutureWarning)
@@ -133,7 +131,7 @@ def save_fsdp1(folder, use_orig_params):
     dist.barrier()
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def load_into_fsdp2(paths, shape, seed=1):
     expected = trained_plain()
     model = build(seed)
@@ -201,7 +199,7 @@ def test_convert_refuses_what_it_cannot_do(written, tmp_path, capsys):
     assert [each.name for each in tmp_path.iterdir()] == ["there.pt"]
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def load_exported_into_fsdp1(file, losses, use_orig_params):
     warnings.simplefilter("ignore", FutureWarning)
     model = wrapped(1, use_orig_params)

@@ -2,14 +2,13 @@
 checkpoints.
 """
 
-from __future__ import annotations
-
 import logging
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from layouts import (
     LAYOUTS,
     assert_equal,
@@ -32,10 +31,9 @@ from shardkit.checkpoint import (
     save_checkpoint,
 )
 from shardkit.errors import CheckpointError
-from shardkit.testing import distributed
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def save_and_load(root, source, targets):
     """What is loaded into differs in every element before."""
     net, optimizer = kept(LAYOUTS[source])
@@ -74,7 +72,7 @@ def test_every_layout_is_written_whole_and_loads_into_others(source, tmp_path):
 # ---- stages, which hold different models ---------------------------------------------------------
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_stages_share_a_directory_and_load_into_stages_and_whole_models(tmp_path):
     expected = values_of(*built(plain))
     net, optimizer = built(stage)
@@ -99,7 +97,7 @@ def test_stages_share_a_directory_and_load_into_stages_and_whole_models(tmp_path
         load_checkpoint(tmp_path / "whole", other)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_stages_with_the_same_names_are_refused(tmp_path):
     mesh = mesh_of((2, 2), "pp", "dp")
     net = torch.nn.Linear(4, 4)
@@ -120,7 +118,7 @@ def test_stages_with_the_same_names_are_refused(tmp_path):
         save_checkpoint(tmp_path / "b", torch.nn.Linear(3 + (dist.get_rank() > 1), 3))
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_extra_is_each_ranks_own(tmp_path):
     net, _ = built(LAYOUTS["one_mesh"])
     save_checkpoint(
@@ -137,7 +135,7 @@ def test_extra_is_each_ranks_own(tmp_path):
     assert [extra["batches"] for extra in load_extras(tmp_path / "a")] == [0, 1, 2, 3]
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_rank_that_gives_no_extra_gets_the_first_ranks(tmp_path):
     net, _ = built(LAYOUTS["one_mesh"])
     rank = dist.get_rank()
@@ -156,7 +154,7 @@ def test_only_checkpoints_of_save_checkpoint_have_extras(tmp_path):
 # ---- what cannot be told from replicas, and what was lost ----------------------------------------
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_experts_of_their_own_on_slices_are_refused_unless_equal(tmp_path):
     net, optimizer = built(LAYOUTS["overlapping"])
     save_checkpoint(tmp_path / "equal", net, optimizer)
@@ -170,7 +168,7 @@ def test_experts_of_their_own_on_slices_are_refused_unless_equal(tmp_path):
     assert not (tmp_path / "differ").exists()
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_pieces_that_nobody_writes_or_several_do_fail_the_save(tmp_path):
     net, _ = built(LAYOUTS["columns"])
     for is_first in (lambda _: dist.get_rank() != 3, lambda _: True):
@@ -183,7 +181,7 @@ def test_pieces_that_nobody_writes_or_several_do_fail_the_save(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_each_argument_that_differs_is_named_with_its_ranks(tmp_path):
     net, optimizer = built(LAYOUTS["one_mesh"])
     last = dist.get_rank() == 3

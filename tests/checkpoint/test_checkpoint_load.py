@@ -2,13 +2,12 @@
 of others, checksums.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from safetensors.torch import save_file
 from torch import nn
@@ -18,7 +17,6 @@ from trees import assert_same
 from shardkit.checkpoint import byte_ranges, convert_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict
-from shardkit.testing import distributed
 
 
 def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -45,7 +43,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_every_kind_of_optimizer_goes_on(name, tmp_path):
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = fully_shard(net(seed), mesh=mesh_of((2,)))

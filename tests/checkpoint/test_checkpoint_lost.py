@@ -2,8 +2,6 @@
 loads.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import errno
 import os
@@ -19,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 import shardkit.checkpoint
 from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
-from shardkit.testing import RankFailure, RankPool, distributed
+from shardkit.testing import RankFailure, RankPool
 
 SOURCES = str(Path(shardkit.checkpoint.__file__).parent)
 KILLS = 20
@@ -152,7 +151,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def save_two(root, said, async_=False):
     """A small checkpoint, and a large one that fails on every rank."""
     if not (root / "step-1").exists():
@@ -177,7 +176,7 @@ def test_on_a_read_only_disk_all_ranks_raise_and_the_previous_one_loads(small_di
 
 
 @pytest.mark.parametrize(("function", "rank"), [("pwrite", 1), ("fsync", 1), ("pwrite", 0)])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_one_rank_meets_all_raise_with_its_reason(function, rank, tmp_path):
     save_checkpoint(tmp_path / "step-1", sharded(1.0), extra={"value": 1.0})
     original = getattr(os, function)
@@ -303,7 +302,7 @@ def test_a_failure_is_raised_once_where_somebody_waits(then, tmp_path, monkeypat
     assert not (tmp_path / "b").exists()
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_collectives_of_training_and_of_the_save_do_not_mix(tmp_path):
     model = sharded(1.0)
     handles = []
@@ -320,7 +319,7 @@ def test_collectives_of_training_and_of_the_save_do_not_mix(tmp_path):
     assert all(value_of(tmp_path / f"step-{step}") == 1.0 for step in range(5))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_save_whose_group_is_gone_is_a_checkpoint_error(tmp_path):
     """As where destroy_process_group() did not wait for it; what it leaves behind goes with the
     next save.

@@ -2,8 +2,6 @@
 ranks.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

@@ -2,8 +2,6 @@
 generators.
 """
 
-from __future__ import annotations
-
 import datetime
 import math
 import random

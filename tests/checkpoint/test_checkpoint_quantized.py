@@ -2,12 +2,11 @@
 same shards, to the bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from test_checkpoint_subclasses import parts
 from torch import nn
@@ -18,7 +17,6 @@ from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkp
 from shardkit.errors import CheckpointError, ShardkitError
 from shardkit.shards import local_value
 from shardkit.state import full_optimizer_state_dict, sharded_optimizer_state_dict
-from shardkit.testing import distributed
 
 torchao = pytest.importorskip("torchao.optim", reason="optimizers with quantized state")
 
@@ -68,7 +66,7 @@ def check_resumes(path, kind, mesh, *, async_=False, used=False):
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_checkpoint_resumes_to_the_bit(kind, tmp_path):
     special = kind == "AdamW8bit"
     check_resumes(tmp_path / "c", kind, (2,), async_=special, used=special)
@@ -80,7 +78,7 @@ def test_a_checkpoint_of_one_process_resumes_to_the_bit_and_is_not_converted(tmp
         convert_checkpoint(tmp_path / "c", tmp_path / "c.pt")
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_replicas_resume_and_other_shards_are_refused_as_are_full_tensors(tmp_path):
     check_resumes(tmp_path / "c", "AdamW8bit", (2, 2))
     net, optimizer = build("AdamW8bit", (4,))

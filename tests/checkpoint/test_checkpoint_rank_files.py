@@ -2,8 +2,6 @@
 and local state.
 """
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from test_checkpoint_fsdp1 import build, train, trained_plain, wrapped
 from torch.distributed.fsdp import (
@@ -28,10 +27,9 @@ from shardkit.__main__ import main
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict, full_state_dict
-from shardkit.testing import distributed
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def write(folder):
     """As verl's checkpoint manager, of FSDP2 and FSDP1; FSDP1's optimizer also by name; and local
     state.
@@ -104,7 +102,7 @@ def test_a_model_alone(kind, written):
     check(written / kind, with_optimizer=False)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def loads_on_a_two_dimensional_mesh(folder):
     expected = trained_plain()
     model = build(seed=1)

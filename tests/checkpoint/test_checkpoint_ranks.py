@@ -2,8 +2,6 @@
 refused together.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_net import build, is_first, train, whole
+from cpu_ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -31,7 +30,6 @@ from shardkit.checkpoint import (
 )
 from shardkit.checkpoint.format import find_tensors
 from shardkit.errors import CheckpointError, ShardkitError
-from shardkit.testing import distributed
 
 
 def save_trained(path: Path, shape: tuple[int, ...] | None, async_: bool = False) -> None:
@@ -69,10 +67,8 @@ def load_and_compare(path: Path, shape: tuple[int, ...] | None, goes_on: bool = 
             assert_same(end, expected["end"])
 
 
-save_on_4 = distributed(world_size=4, backend="gloo")(save_trained)
-load_on_2, load_on_3, load_on_4 = (
-    distributed(world_size=n, backend="gloo")(load_and_compare) for n in (2, 3, 4)
-)
+save_on_4 = on_ranks(4)(save_trained)
+load_on_2, load_on_3, load_on_4 = (on_ranks(n)(load_and_compare) for n in (2, 3, 4))
 
 
 @pytest.mark.parametrize("async_", [False, True])
@@ -103,7 +99,7 @@ def test_into_other_worlds_and_meshes(tmp_path):
 # --- DCP, both ways -------------------------------------------------------------------------------
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_plain_dcp_code_reads_what_we_write_and_we_read_what_it_writes(tmp_path):
     state = build((4,))
     train(*state)
@@ -160,7 +156,7 @@ def flip(file: Path, at: int) -> None:
     dist.barrier()
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_damage_of_any_file_is_one_error_on_every_rank_and_changes_nothing(tmp_path):
     state = build((2,))
     train(*state)
@@ -183,7 +179,7 @@ def test_damage_of_any_file_is_one_error_on_every_rank_and_changes_nothing(tmp_p
     load_checkpoint(path, *state)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_does_not_fit_is_listed_at_once(tmp_path):
     state = build((2,))
     train(*state)
@@ -208,7 +204,7 @@ def test_what_does_not_fit_is_listed_at_once(tmp_path):
         assert words in str(caught.value)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_ranks_that_mean_different_things_all_raise(tmp_path):
     state = build((4,))
     rank = dist.get_rank()
@@ -234,7 +230,7 @@ def test_ranks_that_mean_different_things_all_raise(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_save_exchanges_little_and_flushes_each_file_and_two_directories(tmp_path):
     state = build((2,))
     train(*state)
@@ -245,7 +241,7 @@ def test_a_save_exchanges_little_and_flushes_each_file_and_two_directories(tmp_p
     assert fsync.call_count == (6 if is_first() else 2)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_keep_rotates_on_rank_0(tmp_path):
     state = build((2,))
     for step in range(4):
@@ -259,7 +255,7 @@ def test_keep_rotates_on_rank_0(tmp_path):
         load_checkpoint(tmp_path, *state)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_names_can_be_mapped_for_model_and_optimizer(tmp_path):
     state = build((2,))
     train(*state)

@@ -1,11 +1,10 @@
 """Checkpoints of tensor subclasses: float8 weights, as their values; others refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +15,7 @@ from shardkit import init_on_meta, materialize, shard_model
 from shardkit.checkpoint import load_checkpoint, load_pretrained, save_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.state import full_state_dict
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 pytest.importorskip("torchao", reason="tensor subclasses as people have them")
 
@@ -74,7 +73,7 @@ def weights(net: nn.Module) -> dict[str, Any]:
     return {name: parts(tensor) for name, tensor in net.state_dict().items()}
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_float8_weights_come_back_bit_for_bit(tmp_path):
     net, other = build("float8"), build("float8", seed=1)
     saved = weights(net)
@@ -86,7 +85,7 @@ def test_float8_weights_come_back_bit_for_bit(tmp_path):
     assert all(param is kept[name] for name, param in other.named_parameters())
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_quantized_weights_are_refused_by_name_and_what_trains_is_saved(tmp_path):
     net = build("nf4")
     with pytest.raises(
@@ -104,7 +103,7 @@ def test_quantized_weights_are_refused_by_name_and_what_trains_is_saved(tmp_path
         load_checkpoint(tmp_path / "plain", other)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_float8_weights_are_plain_in_the_file(tmp_path):
     from safetensors.torch import load_file
 
@@ -173,7 +172,7 @@ def quantized(kind: str, seed: int = 0) -> Adapted:
     return Adapted(base.requires_grad_(False)).to("cpu")
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def saves_by_shard_model(kind, folder):
     model = quantized(kind)
     plain = model.state_dict()

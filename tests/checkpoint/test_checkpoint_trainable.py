@@ -2,12 +2,11 @@
 first step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +18,6 @@ from shardkit.state import (
     full_optimizer_state_dict,
     full_state_dict,
 )
-from shardkit.testing import distributed
 
 WIDTH = 512
 
@@ -66,7 +64,7 @@ def whole(net: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     return state
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_trains_is_saved_and_the_rest_stays(tmp_path):
     net = build()
     optimizer = adamw(net)
@@ -136,7 +134,7 @@ class Tied(nn.Module):
             self.head.weight = self.embed.weight
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_an_untied_file_in_a_tied_model_is_reported(tmp_path):
     untied = Tied(False)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from hub_nets import MODELS, TEXT, made
 from memory_count import LiveStorages
 from meshes import mesh_of
@@ -36,7 +37,6 @@ from shardkit.checkpoint import (
 )
 from shardkit.checkpoint.byte_ranges import part_of, staged
 from shardkit.errors import CheckpointError, ShardkitError
-from shardkit.testing import distributed
 
 
 def files_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def is_fused(parameter: nn.Parameter) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_reads_and_writes_what_save_pretrained_writes(name, tmp_path):
     """Into a model with values, one on meta, and one whose experts are sharded on
     their second dim.
@@ -97,7 +97,7 @@ def test_reads_and_writes_what_save_pretrained_writes(name, tmp_path):
     assert_equal(again.state_dict(), wanted)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_permuted_weights_pass_through_memory_whole(tmp_path):
     """A conversion that is more than moving boxes: exact both ways; reads of the others stay
     partial.
@@ -118,7 +118,7 @@ def test_permuted_weights_pass_through_memory_whole(tmp_path):
     assert_equal(files_of(tmp_path / "ours"), files_of(theirs))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_adapters_are_saved_as_peft_saves_them(tmp_path):
     mesh = mesh_of((2,))
     model = get_peft_model(
@@ -140,7 +140,7 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path):
     assert_equal(get_peft_model_state_dict(loaded), files_of(theirs))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_each_rank_reads_its_own_experts_alone(tmp_path):
     """Of a stacked tensor that is sharded on dim 0, no more bytes than the shard has."""
     mesh = mesh_of((2,))
@@ -160,7 +160,7 @@ def test_each_rank_reads_its_own_experts_alone(tmp_path):
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_errors_are_the_same_on_every_rank_and_leave_what_was_there(tmp_path):
     model = shard_model(made("llama", 3), mesh=mesh_of((2,)))
     save_checkpoint(tmp_path / "checkpoint", model)
@@ -185,7 +185,7 @@ def test_errors_are_the_same_on_every_rank_and_leave_what_was_there(tmp_path):
 
 
 @pytest.mark.parametrize("name", [*MODELS, "llama"])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_stream_of_hub_names_is_what_save_pretrained_writes(name, tmp_path):
     plain, theirs = made(name, 1), tmp_path / "theirs"
     plain.save_pretrained(theirs)
@@ -197,7 +197,7 @@ def test_a_stream_of_hub_names_is_what_save_pretrained_writes(name, tmp_path):
     assert all(tensor.is_contiguous() for _, tensor in stream)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_stream_holds_one_bucket_and_its_arguments_are_checked():
     model = shard_model(made("mixtral", 1), mesh=mesh_of((2,)))
     largest = max(parameter.numel() * 4 for parameter in model.parameters())
@@ -228,7 +228,7 @@ class Host(NamedTuple):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_vl"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
     """Two ranks train, and two are an engine, which gets the hub's names and tensors."""
     rank = dist.get_rank()

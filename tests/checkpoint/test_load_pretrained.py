@@ -1,13 +1,12 @@
 """load_pretrained: plain, sharded and meta models from files in Hugging Face's form."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from safetensors.torch import save_file
 from safetensors_kinds import TpBlock, assert_holds, tp_and_fsdp
@@ -19,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardkit import init_on_meta, shard_model
 from shardkit.checkpoint import load_pretrained
 from shardkit.errors import CheckpointError
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 MESHES = {"fsdp": (4,), "hsdp": (2, 2)}
 
@@ -92,7 +91,7 @@ def written(directory, seed: int = 0) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_into_a_sharded_model(mesh, tmp_path):
     path, whole = written(tmp_path)
     model = sharded(net(1), mesh)
@@ -117,7 +116,7 @@ def test_into_a_sharded_model(mesh, tmp_path):
 
 @pytest.mark.parametrize("how", ["recorded", "offloaded", "converted"])
 @pytest.mark.parametrize("mesh", MESHES)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_into_a_meta_model(mesh, how, tmp_path):
     path, whole = written(tmp_path)
     expected = built(3, meta=False)
@@ -140,7 +139,7 @@ def test_into_a_meta_model(mesh, how, tmp_path):
 
 
 @pytest.mark.parametrize("meta", [False, True])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_beside_tensor_parallelism(meta, tmp_path):
     whole = TpBlock().state_dict()
     save_file(whole, tmp_path / f"{dist.get_rank()}.safetensors")
@@ -241,7 +240,7 @@ def test_any_name_of_a_tie_is_enough(name, tmp_path):
 
 
 @pytest.mark.parametrize("meta", [True, False])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_not_strict_leaves_the_rest_as_it_was_built(meta, tmp_path):
     path, whole = written(tmp_path)
     partial = {name: tensor for name, tensor in whole.items() if not name.startswith("blocks.0")}
@@ -266,7 +265,7 @@ def snapshot(model: nn.Module) -> list[object]:
 
 
 @pytest.mark.parametrize("meta", [True, False])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_what_does_not_fit_changes_nothing_on_any_rank(meta, tmp_path):
     path, whole = written(tmp_path)
     model = sharded(built(1, meta))
@@ -294,7 +293,7 @@ def test_what_does_not_fit_changes_nothing_on_any_rank(meta, tmp_path):
     assert snapshot(model) == before
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_disk_that_fails_half_way_leaves_a_meta_model_on_meta(tmp_path):
     path, _ = written(tmp_path)
     model = sharded(built(1))

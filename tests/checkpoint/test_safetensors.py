@@ -2,14 +2,13 @@
 with the package.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from safetensors.torch import save
 from safetensors_kinds import (
     SHARDED,
@@ -27,7 +26,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardkit.checkpoint.byte_ranges import part_of, read_parts
 from shardkit.checkpoint.format import find_tensors as locate
 from shardkit.errors import CheckpointError
-from shardkit.testing import distributed
 
 
 def read(path: Path, into: Mapping[str, torch.Tensor]) -> None:
@@ -40,7 +38,7 @@ def contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", SHARDED)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_file_is_the_one_that_one_process_writes(how, tmp_path):
     whole = whole_tensors()
     tensors = sharded(whole, how)
@@ -55,7 +53,7 @@ def test_the_file_is_the_one_that_one_process_writes(how, tmp_path):
         assert_holds(into, whole)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_no_values_travel_between_ranks_and_shards_stay_where_they_lie(tmp_path):
     whole = {"a": value((7, 6), torch.float32, 0), "b": value((5,), torch.bfloat16, 1)}
     tensors = sharded(whole, "fsdp")
@@ -70,7 +68,7 @@ def test_no_values_travel_between_ranks_and_shards_stay_where_they_lie(tmp_path)
 # ---- what fails, fails on all ranks --------------------------------------------------------------
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_what_safetensors_has_no_words_for_is_refused_by_name(tmp_path):
     tensors = {
         "double": torch.ones(2, dtype=torch.complex128),

@@ -2,8 +2,6 @@
 refuses.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ are skipped, in one line. ``SHARDKIT_GPU_TESTS=cpu`` runs those on the CPU that 
 that the tests themselves are right.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

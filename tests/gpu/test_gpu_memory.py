@@ -1,7 +1,5 @@
 """Memory of one GPU: sleep and wake, errors, and predicted peaks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

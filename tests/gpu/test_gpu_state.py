@@ -1,7 +1,5 @@
 """State and files on one GPU, initialization, and the FSDP1 drop-in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

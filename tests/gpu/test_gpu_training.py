@@ -1,7 +1,5 @@
 """Training on one GPU: equal to the plain model and to ``fully_shard`` by hand."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

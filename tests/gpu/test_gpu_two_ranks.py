@@ -1,7 +1,5 @@
 """Two ranks on one GPU: gloo carries CUDA tensors, beside CUDA's streams."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -2,8 +2,6 @@
 over.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, micro_steps, one_large_batch, shard
+from cpu_ranks import on_ranks
 from grads_net import MESHES, Net, assert_grads, full_grads
 from meshes import mesh_of
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from shardkit._torch import torch_version
 from shardkit.errors import ShardkitError
 from shardkit.grads import accumulate, clip_grad_norm_, reset_after_error, zero_grad
 from shardkit.optim import optimizer_in_backward, step_on_local_shards
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 OPTIONS = [
     dict(zip(("keep_unsharded", "shard_gradients"), values, strict=True))
@@ -37,7 +36,7 @@ OPTIONS = [
 @pytest.mark.parametrize(
     ("mesh", "reshard"), [("fsdp", None), ("fsdp", 2), ("hsdp", True), ("ddp-like", None)]
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_integer_gradients_are_those_of_one_large_batch(mesh, reshard):
     plain, net = integer_net(), shard(integer_net(), MESHES[mesh], reshard_after_forward=reshard)
     for seed, options in enumerate(OPTIONS):
@@ -51,7 +50,7 @@ def test_integer_gradients_are_those_of_one_large_batch(mesh, reshard):
 
 
 @pytest.mark.parametrize("settings", ["offload", "bf16"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_offloaded_and_mixed_precision(settings):
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     arguments = {
@@ -81,7 +80,7 @@ def test_offloaded_and_mixed_precision(settings):
         net.zero_grad()
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_plain_parameters_parts_and_several_roots():
     ids = batches(1, 3)
     expected = one_large_batch(integer_net(), ids)
@@ -98,7 +97,7 @@ def test_plain_parameters_parts_and_several_roots():
     assert plain.gain.grad is not None
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_next_backward_outside_reduces_what_waits():
     ids = batches(1, 3)
     net = shard(integer_net())
@@ -119,7 +118,7 @@ class Broken(Exception):
     pass
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_body_that_raises_leaves_no_gradient_behind():
     net = shard(integer_net(), MESHES["hsdp"])
     lost, ids = batches(1, 3), batches(2, 3)
@@ -140,7 +139,7 @@ def test_a_body_that_raises_leaves_no_gradient_behind():
 
 
 @pytest.mark.parametrize(("mesh", "mixed"), [("fsdp", True), ("hsdp", False)])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_zero_grad_drops_what_waits(mesh, mixed):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     net = shard(integer_net(), MESHES[mesh], **({"mp_policy": policy} if mixed else {}))
@@ -166,7 +165,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 @pytest.mark.parametrize(
     ("mesh", "policy"), [("fsdp", MixedPrecisionPolicy()), ("fsdp", MIXED), ("hsdp", MIXED)]
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_an_optimizers_zero_grad_drops_what_waits(mesh, policy, to_none):
     net = shard(integer_net(), MESHES[mesh], mp_policy=policy)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -186,7 +185,7 @@ def test_an_optimizers_zero_grad_drops_what_waits(mesh, policy, to_none):
         optimizer.zero_grad()
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_an_optimizer_of_a_part_drops_the_gradients_of_that_part():
     net = shard(integer_net(), MESHES["fsdp"])
     optimizer = torch.optim.SGD([net.narrow.weight], lr=0.0)
@@ -202,7 +201,7 @@ def test_an_optimizer_of_a_part_drops_the_gradients_of_that_part():
     assert_grads(net, {**every, "narrow.weight": later["narrow.weight"]})
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_part_of_what_waits_for_one_all_reduce_cannot_be_dropped():
     net = shard(integer_net(), MESHES["hsdp"])
     optimizer = torch.optim.SGD([net.narrow.weight], lr=0.0)
@@ -226,7 +225,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [4, 6])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_micro_batches_that_use_different_parameters(rows):
     for mesh, used in itertools.product(("fsdp", "hsdp"), (["a", "b"], ["b", "a", "a"])):
         torch.manual_seed(0)
@@ -392,7 +391,7 @@ def fail(net: nn.Module, failing: Failing, where: str, ids: Tensor, **options: A
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_next_step_is_that_of_a_model_that_never_failed(settings):
     (net, failing), (twin, _) = failing_net(SETTINGS[settings]), failing_net(SETTINGS[settings])
     optimizers = [

@@ -2,14 +2,13 @@
 optimizers.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, one_large_batch, shard
+from cpu_ranks import on_ranks
 from grads_net import MESHES, full_grads, give_grads, sharded_net
 from meshes import mesh_of
 from safetensors_kinds import tp_and_fsdp
@@ -21,7 +20,7 @@ from shardkit import by_name, shard_model
 from shardkit.errors import ShardkitError
 from shardkit.grads import GradScaler, accumulate, clip_grad_norm_
 from shardkit.optim import step_on_local_shards
-from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
+from shardkit.testing import assert_same_on_all_ranks, comm_counts
 
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 
@@ -62,7 +61,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         ("tp", "foreach"),
     ],
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_an_inf_on_one_rank_skips_the_step_on_all(case, kind):
     for value in (math.inf, math.nan, None):
         for clipped in (False, True):
@@ -90,7 +89,7 @@ def test_an_inf_on_one_rank_skips_the_step_on_all(case, kind):
             assert_same_on_all_ranks(torch.tensor(scaler.get_scale()))
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_rank_without_gradients_joins():
     net = sharded_net((4,))
     give_grads(net)
@@ -107,7 +106,7 @@ def test_a_rank_without_gradients_joins():
 
 
 @pytest.mark.parametrize("shape", [None, (4,), (2, 2)])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_training_in_fp16_finds_its_scale_and_the_gradients_of_float32(shape):
     """Integers: what fits into fp16 is exact there, and the scale is a power of two, so not a bit
     may differ.

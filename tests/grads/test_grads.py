@@ -2,13 +2,12 @@
 rank, one factor.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from grads_net import (
     MESHES,
     ORDERS,
@@ -29,7 +28,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shardkit.errors import ShardkitError
 from shardkit.grads import clip_grad_norm_
-from shardkit.testing import assert_same_on_all_ranks, distributed, fake_world
+from shardkit.testing import assert_same_on_all_ranks, fake_world
 
 
 def assert_norm(norm: torch.Tensor, full: dict[str, torch.Tensor], p: float) -> None:
@@ -46,7 +45,7 @@ def assert_norm(norm: torch.Tensor, full: dict[str, torch.Tensor], p: float) -> 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("mesh", MESHES)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_norm_and_gradients_equal_the_unsharded_ones(mesh, p, offload):
     net = sharded_net(MESHES[mesh], offload=offload)
     full = give_grads(net)
@@ -76,7 +75,7 @@ def test_norm_and_gradients_equal_the_unsharded_ones(mesh, p, offload):
         ((4, 1), ("gain",), 1),
     ],
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_one_all_reduce_for_each_axis_that_must(shape, ignored, expected):
     net = sharded_net(shape, ignored=ignored)
     give_grads(net)
@@ -89,7 +88,7 @@ def test_one_all_reduce_for_each_axis_that_must(shape, ignored, expected):
 
 
 @pytest.mark.parametrize("p", [2.0, math.inf])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_tensor_parallel_and_fsdp_shards_together(p):
     block = tp_and_fsdp()
     generator = torch.Generator().manual_seed(2)
@@ -117,7 +116,7 @@ def placed_like(value: torch.Tensor, param: DTensor) -> DTensor:
     return grad
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_partial_gradients_are_summed_before_their_norm():
     mesh = mesh_of((4,))
     weight = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Replicate()]))
@@ -137,7 +136,7 @@ PLAIN = ("gain", "narrow.weight", "narrow.bias")
 
 @pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("mesh", MESHES)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_plain_gradients_count_once(mesh, p):
     net = sharded_net(MESHES[mesh], ignored=PLAIN)
     full = give_grads(net)
@@ -161,7 +160,7 @@ def test_plain_gradients_count_once(mesh, p):
 
 
 @pytest.mark.parametrize("p", [2.0, math.inf])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_rank_without_gradients_joins(p):
     net = sharded_net((4,), ignored=("gain",))
     full = give_grads(net)
@@ -174,7 +173,7 @@ def test_a_rank_without_gradients_joins(p):
 
 @pytest.mark.parametrize("p", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_nonfinite_on_one_rank_is_seen_and_raised_on_all(value, p):
     net = sharded_net((4,))
     full = give_grads(net)
@@ -197,7 +196,7 @@ def test_nonfinite_on_one_rank_is_seen_and_raised_on_all(value, p):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_half_precision_gradients_have_a_float32_norm(dtype):
     net = sharded_net((4,), dtype=dtype)
     full = give_grads(net)
@@ -216,7 +215,7 @@ def test_half_precision_gradients_have_a_float32_norm(dtype):
 # Units left unsharded.
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_gradients_behind_unsharded_parameters_are_found():
     net = sharded_net((4,))
     net.set_reshard_after_backward(False)
@@ -306,7 +305,7 @@ def check(model: nn.Module, names: dict[str, str], p: float, reduces: int) -> No
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("p", [2.0, 0.5, math.inf])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_each_pair_of_ranks_has_an_expert_of_its_own(p, offload):
     """Different numbers of parameters on the ranks; plain and offloaded ones beside them."""
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "in_pair"))["in_pair"]
@@ -320,7 +319,7 @@ def test_each_pair_of_ranks_has_an_expert_of_its_own(p, offload):
 
 
 @pytest.mark.parametrize("p", [2.0, math.inf])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_ranks_without_any_expert_take_part_in_its_norm(p):
     pair = DeviceMesh("cpu", [0, 1])
     net = sharded_net((4,))
@@ -339,7 +338,7 @@ def test_ranks_without_any_expert_take_part_in_its_norm(p):
 
 
 @pytest.mark.parametrize("p", [2.0, math.inf])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_experts_and_replicas(p):
     """HSDP beside experts in one shard group, across shard groups, and kept twice."""
     rank = dist.get_rank()

@@ -2,12 +2,11 @@
 of them.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import WEIGHTS, batches, integer_net, shard
+from cpu_ranks import on_ranks
 from grads_net import MESHES, assert_grads, full_grads
 from meshes import mesh_of
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from shardkit.grads import (
     scale_loss,
     set_gradient_reduction,
 )
-from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
+from shardkit.testing import assert_same_on_all_ranks, comm_counts
 
 # of each rank in each of two micro-batches: 32
 TOKENS = torch.tensor([[5, 1, 10, 0], [3, 7, 2, 4]])
@@ -46,7 +45,7 @@ def token_mean(plain: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("mesh", MESHES)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_ragged_batches_give_the_mean_over_tokens_bit_for_bit(mesh, reduction):
     """32 tokens and 4 ranks: every factor is a power of two, and all else are integers."""
     net, ids, rank = shard(integer_net(), MESHES[mesh]), batches(1, 2), dist.get_rank()
@@ -68,7 +67,7 @@ def test_ragged_batches_give_the_mean_over_tokens_bit_for_bit(mesh, reduction):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_one_all_reduce_counts(mesh):
     net = shard(integer_net(), MESHES[mesh])
     with comm_counts() as counted:
@@ -79,7 +78,7 @@ def test_one_all_reduce_counts(mesh):
     assert (weights.item(), weights.dtype) == (2.0, torch.float64)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_only_the_ranks_of_the_mesh_count_and_tensor_parallel_ones_once():
     mesh = mesh_of((2, 2), "dp", "tp")
     net = fully_shard(integer_net(), mesh=mesh["dp"])
@@ -89,7 +88,7 @@ def test_only_the_ranks_of_the_mesh_count_and_tensor_parallel_ones_once():
     assert own.item() == 10 * (rank // 2), "changed in place"
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_units_on_meshes_of_different_sizes():
     """A block on two of the ranks, as an expert: its gradient is the sum over those alone."""
     net, ids, rank = integer_net(), batches(1, 2), dist.get_rank()
@@ -115,7 +114,7 @@ def test_units_on_meshes_of_different_sizes():
         assert torch.equal(grad, sum(of_rank[other][name] for other in ranks)), name
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_no_token_anywhere_gives_zeros_and_a_setter_on_one_unit_is_noticed():
     net = shard(integer_net())
     tokens = global_token_count(0, net)

@@ -2,8 +2,6 @@
 in any order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -2,8 +2,6 @@
 are compared.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

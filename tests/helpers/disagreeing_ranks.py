@@ -1,7 +1,5 @@
 """A training loop in which one rank does something else, and what ``watch`` must say of it."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

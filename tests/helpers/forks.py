@@ -6,8 +6,6 @@ that come of it: the ranks of every pool start there. ``python`` runs a program 
 safe.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

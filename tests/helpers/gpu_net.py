@@ -1,7 +1,5 @@
 """A small Llama on the GPU, or on the CPU where the GPU's tests are tried without one."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

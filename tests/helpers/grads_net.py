@@ -2,8 +2,6 @@
 clipping.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

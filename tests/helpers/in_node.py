@@ -5,8 +5,6 @@ For ``forks.start``: a fork of pytest enters the node, where a new interpreter w
 again.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import runpy

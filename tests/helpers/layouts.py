@@ -1,7 +1,5 @@
 """One small model, and its optimizer, in every layout that units may have on 4 ranks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The bytes that are alive while torch's own FSDP2 runs a step, counted storage by storage."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

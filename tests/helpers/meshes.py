@@ -4,8 +4,6 @@ are replaced.
 ``part_of`` cuts a tensor as one of them does.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -2,8 +2,6 @@
 wrong.
 """
 
-from __future__ import annotations
-
 import numpy
 import torch
 from torch import Tensor, nn

@@ -2,8 +2,6 @@
 disk.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys

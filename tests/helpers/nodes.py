@@ -4,8 +4,6 @@ A node ends with the process that made it, however that ends: the first process 
 maker, and the kernel ends the others, and removes the network, when the first ends. Nothing has a name that remains.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Two optimizers on the same awkward model, for tests of stepping on local shards."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -8,8 +8,6 @@ differ by a single bit: losses, gradients, parameters and buffers. (``torch.equa
 integers, in ``tests/grads``.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

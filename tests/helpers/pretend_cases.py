@@ -2,8 +2,6 @@
 tests compare.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -8,8 +8,6 @@ operators that make the host wait are counted. torch documents the Python backen
 """
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

@@ -5,8 +5,6 @@ The one-import change is what a user does with ``sed``: the package's name in th
 import lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Tensors of every kind that a checkpoint may hold, whole and as the parts of 4 ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

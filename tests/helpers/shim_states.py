@@ -2,8 +2,6 @@
 dicts.
 """
 
-from __future__ import annotations
-
 import torch
 from fsdp1_models import fsdp1
 from small_models import Block

@@ -2,8 +2,6 @@
 token.
 """
 
-from __future__ import annotations
-
 import torch
 from small_models import Block
 from torch import Tensor, nn

@@ -2,8 +2,6 @@
 one step.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Models in every layout that state may have, beside the plain model that they were made from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import grads_net

@@ -5,8 +5,6 @@ accumulation.
 docs/the-plan.md. CI takes ``pairs()``, where any two meet.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

@@ -2,8 +2,6 @@
 library.
 """
 
-from __future__ import annotations
-
 from zoo_entry import Entry
 from zoo_odd import ODD
 from zoo_transformers import TRANSFORMERS

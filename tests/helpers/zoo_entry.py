@@ -1,7 +1,5 @@
 """What an entry of the zoo is, and data for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny plain-torch models, one for each oddity that a sharding rule may trip over."""
 
-from __future__ import annotations
-
 import torch
 from small_models import Block
 from torch import Tensor, nn

@@ -2,8 +2,6 @@
 dropout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

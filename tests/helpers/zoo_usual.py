@@ -1,7 +1,5 @@
 """Tiny plain-torch models of sequences and images, as people write them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from small_models import Block

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 
 from shardkit import demo
 from shardkit.__main__ import main
 from shardkit.demo import train
 from shardkit.demo.train import ByteTransformer
-from shardkit.testing import distributed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="expectations for CPUs")
 
@@ -35,7 +35,7 @@ def test_the_command_of_the_readme_trains_and_verifies(monkeypatch, capfd):
     assert losses[-1] < losses[0] - 1  # it learns
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_one_wrong_last_digit_of_one_weight_fails_the_demo():
     def corrupted(job):
         run = original(job)

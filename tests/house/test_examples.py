@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
-from shardkit.testing import distributed
+from cpu_ranks import on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -21,8 +20,8 @@ def run_example(name: str, results: Path, *args: str) -> None:
         results.write_text(json.dumps(losses))
 
 
-on_2 = distributed(world_size=2, backend="gloo")(run_example)
-on_4 = distributed(world_size=4, backend="gloo")(run_example)
+on_2 = on_ranks(2)(run_example)
+on_4 = on_ranks(4)(run_example)
 
 
 def losses(run, name, folder, *args):
@@ -91,7 +90,7 @@ def run_on_two_nodes(*args):
         del os.environ["LOCAL_WORLD_SIZE"]
 
 
-on_2_by_2 = distributed(world_size=4, backend="gloo")(run_on_two_nodes)
+on_2_by_2 = on_ranks(4)(run_on_two_nodes)
 
 
 def test_the_project_trains_alike_with_every_strategy(tmp_path):
@@ -261,4 +260,4 @@ def run_fsdp1(path: str, results: Path) -> None:
         results.write_text(json.dumps(found))
 
 
-fsdp1_on_2 = distributed(world_size=2, backend="gloo")(run_fsdp1)
+fsdp1_on_2 = on_ranks(2)(run_fsdp1)

@@ -1,7 +1,5 @@
 """What torch offers and shardkit answers for, on the torch that is installed."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

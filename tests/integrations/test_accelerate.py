@@ -2,11 +2,10 @@
 plain loop.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from other_trainers import (
     BATCH,
     assert_same,
@@ -24,7 +23,6 @@ from torch.utils.data import DataLoader
 from shardkit import shard_model
 from shardkit.errors import ShardkitError
 from shardkit.integrations import keep_sharded
-from shardkit.testing import distributed
 
 packages("accelerate.accelerator", "transformers.models.llama.modeling_llama")
 
@@ -33,7 +31,7 @@ def loader() -> DataLoader:
     return DataLoader(rows(), batch_size=BATCH // dist.get_world_size())
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_it_trains_like_the_plain_loop(tmp_path):
     train = of_the_page("with_accelerate")
     with torchrun():
@@ -57,7 +55,7 @@ def test_it_trains_like_the_plain_loop(tmp_path):
         assert_same(load_file(tmp_path / "weights" / "model.safetensors"), expected)
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_prepare_takes_several_models_and_no_plain_one():
     from accelerate import Accelerator
 
@@ -81,13 +79,13 @@ def test_prepare_takes_several_models_and_no_plain_one():
         keep_sharded(Accelerator(cpu=True, mixed_precision="fp16"))
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def saves(folder):
     with torchrun():
         of_the_page("with_accelerate")(tiny(), loader(), folder, steps=2)
 
 
-@distributed(world_size=4, backend="gloo", timeout=120)
+@on_ranks(4, timeout=120)
 def loads(folder):
     from accelerate import Accelerator
 

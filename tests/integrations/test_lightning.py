@@ -1,9 +1,8 @@
 """Lightning's Trainer, unchanged, on sharded models: the function of docs/integrations.md."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from other_trainers import (
     BATCH,
     assert_same,
@@ -17,8 +16,6 @@ from other_trainers import (
 )
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from shardkit.testing import distributed
-
 packages("lightning.pytorch", "transformers.models.llama.modeling_llama")
 
 
@@ -30,7 +27,7 @@ def loader() -> DataLoader:
     )
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_lightning_trains_like_the_plain_loop(tmp_path):
     train = of_the_page("with_lightning")
     with torchrun():

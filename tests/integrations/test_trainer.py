@@ -2,8 +2,6 @@
 and 4 ranks.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from other_trainers import (
     LR,
     assert_same,
@@ -30,7 +29,6 @@ from shardkit.checkpoint import save_pretrained
 from shardkit.errors import ShardkitError
 from shardkit.integrations import keep_sharded
 from shardkit.state.average import ShardedAverage
-from shardkit.testing import distributed
 
 packages("accelerate", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
@@ -53,7 +51,7 @@ def checkpointing() -> str:
     )
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_the_trainer_of_the_page(tmp_path):
     from transformers import LlamaForCausalLM
 
@@ -127,7 +125,7 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return step_on_whole_matrices(torch.optim.Muon(matrices, lr=1e-3))
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_flags_of_the_trainer_change_nothing_else(tmp_path):
     with torchrun():
         plain = plain_loop(3, decay=0.0)
@@ -166,7 +164,7 @@ def test_flags_of_the_trainer_change_nothing_else(tmp_path):
         assert best_run.evaluate()["eval_loss"] == min(losses) != losses[0]
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_optimizers_step_as_they_can(tmp_path):
     from transformers.optimization import Adafactor
 
@@ -195,7 +193,7 @@ def test_optimizers_step_as_they_can(tmp_path):
         assert_same(*(full(run.model) for run in by_group))
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_adapters(tmp_path):
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
@@ -220,7 +218,7 @@ def test_adapters(tmp_path):
     assert all(value.any() for value in saved.values())
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
     def error(**options: Any) -> str:
         with pytest.raises(ShardkitError) as raised, torchrun():
@@ -272,7 +270,7 @@ takes_plans = pytest.mark.skipif(
 
 
 @takes_plans
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_a_model_that_transformers_has_sharded_resumes(tmp_path):
     from transformers import GPT2LMHeadModel
 

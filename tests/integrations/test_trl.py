@@ -2,17 +2,14 @@
 against one process.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from other_trainers import assert_same, full, of_the_page, packages, tiny, torchrun
-
-from shardkit.testing import distributed
 
 packages("trl.trainer.sft_trainer", "transformers.models.llama.modeling_llama", "datasets")
 
@@ -40,7 +37,7 @@ def texts() -> Any:
     )
 
 
-@distributed(world_size=2, backend="gloo", timeout=120)
+@on_ranks(2, timeout=120)
 def test_sft(tmp_path):
     train, folder = of_the_page("with_trl"), str(tmp_path)
     with torchrun():

@@ -2,8 +2,6 @@
 anything trains.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_ranks import on_ranks
 from hook_models import differences
 from meshes import mesh_of
 from small_models import Block, Decoder, snapshot
@@ -27,7 +26,7 @@ from shardkit import (
     shard_model,
 )
 from shardkit.errors import PlanError
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 TWO = MeshSpec.sharded(2)
 
@@ -282,7 +281,7 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
 
 
 @pytest.mark.parametrize("build", [hidden, filling])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_is_left_out_trains_as_the_plain_model_does(build: Callable[[], nn.Module]) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     plain, model = build(), shard_model(build(), mesh=mesh_of((2,)), example_batch=x)

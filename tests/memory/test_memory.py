@@ -1,7 +1,5 @@
 """Predicted bytes are those that torch's own FSDP2 holds, counted in a fake world."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Strategies side by side, and the plan that a budget allows."""
 
-from __future__ import annotations
-
 import functools
 import re
 import threading

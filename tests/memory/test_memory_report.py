@@ -1,7 +1,5 @@
 """What a rank holds after a step is what was predicted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

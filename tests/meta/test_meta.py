@@ -4,8 +4,6 @@ Values are right there, because materialize computes them locally. The ranks' ow
 test_meta_ranks.py.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 

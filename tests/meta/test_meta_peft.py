@@ -2,8 +2,6 @@
 by name.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from meta_check import check_same_as_ordinary

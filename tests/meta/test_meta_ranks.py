@@ -2,8 +2,6 @@
 parallelism, seeds.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -2,8 +2,6 @@
 change nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 

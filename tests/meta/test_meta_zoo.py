@@ -3,8 +3,6 @@
 ``benchmarks/sweeps/meta_init.py`` does the same for all causal LMs of transformers.
 """
 
-from __future__ import annotations
-
 import pytest
 from meta_check import check_same_as_ordinary
 from zoo import ZOO

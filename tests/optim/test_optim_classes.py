@@ -1,11 +1,10 @@
 """Which optimizers step_on_local_shards takes; check_optimizer."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from grads_net import give_grads, sharded_net
 from optim_nets import OPTIONS, PLAIN_ONLY, factory, local, trainable
 from torch import nn
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardkit.errors import ShardkitError
 from shardkit.optim import check_optimizer, step_on_local_shards, step_on_whole_matrices
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 
 def params() -> list[nn.Parameter]:
@@ -187,7 +186,7 @@ def test_everything_wrong_is_said_at_once():
     assert missing.startswith("0.weight, 0.bias, 2.weight, 2.bias have requires_grad=True")
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_built_before_sharding_or_of_gathered_parameters():
     model = net()
     early = torch.optim.AdamW(model.parameters())

@@ -2,14 +2,13 @@
 time.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from grads_net import MESHES, Net, sharded_net
 from optim_nets import (
     assert_same_parameters,
@@ -32,7 +31,7 @@ from shardkit.grads import clip_grad_norm_
 from shardkit.optim import optimizer_in_backward, step_on_local_shards
 from shardkit.optim.in_backward import _StepOne
 from shardkit.state import full_optimizer_state_dict
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -70,7 +69,7 @@ def train(model, optimizer, steps, start=0):
         for other, flag in enumerate(("fused", "foreach"))
     ],
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_same_bits_as_stepping_after_backward(mesh, flags, offload):
     net, other = two_nets(MESHES[mesh], offload=offload)
     before = [local(param).clone() for param in net.parameters()]
@@ -96,7 +95,7 @@ def test_the_same_bits_as_stepping_after_backward(mesh, flags, offload):
     assert moved == [param.requires_grad and local(param).numel() > 0 for param in net.parameters()]
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_only_one_units_gradients_are_alive():
     """What adds up to 4 bytes an element after an ordinary backward never does."""
     net = sharded_net((4,))
@@ -125,7 +124,7 @@ def test_only_one_units_gradients_are_alive():
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_plain_parameters_are_updated_by_step(shape):
     net, other = two_nets(shape, ignored=("gain",))
     build = factory("SGD", foreach=True)
@@ -141,7 +140,7 @@ def test_plain_parameters_are_updated_by_step(shape):
     assert_same_state(ours, theirs)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_units_left_unsharded_and_a_parameter_that_is_not_used():
     net, other = two_nets()
     build = factory("AdamW", fused=True)
@@ -167,7 +166,7 @@ def test_units_left_unsharded_and_a_parameter_that_is_not_used():
 # State.
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_state_goes_out_and_in_by_torchs_functions_and_ours():
     net, other = two_nets()
     build = groups(factory("AdamW", fused=True))
@@ -191,7 +190,7 @@ def test_state_goes_out_and_in_by_torchs_functions_and_ours():
 # What is refused.
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_second_backward_before_step_is_refused():
     net = sharded_net((4,))
     optimizer = optimizer_in_backward(net, factory("SGD"))
@@ -208,7 +207,7 @@ def test_a_second_backward_before_step_is_refused():
         assert torch.equal(local(param), old), name
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_clipping_and_scaling_are_refused():
     net = sharded_net((4,))
     optimizer_in_backward(net, factory("AdamW", fused=True))

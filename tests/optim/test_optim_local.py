@@ -2,13 +2,12 @@
 different.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from grads_net import MESHES, give_grads, sharded_net
 from optim_nets import (
     FUSED,
@@ -25,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from shardkit.optim import step_on_local_shards
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 CASES = [
     (name, flags)
@@ -71,7 +70,7 @@ def test_the_same_bits_as_the_dtensor_step(name, flags):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_on_every_mesh_offloaded_and_in_half_precision(mesh):
     for options in ({"offload": True}, {"dtype": torch.bfloat16}):
         net, other = two_nets(MESHES[mesh], **options)
@@ -86,7 +85,7 @@ def test_on_every_mesh_offloaded_and_in_half_precision(mesh):
 
 
 @pytest.mark.parametrize("flags", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_plain_parameters_beside_sharded_ones(flags):
     """torch's foreach and fused steps refuse such a list; one optimizer for each kind
     is the same.
@@ -198,7 +197,7 @@ def test_hooks_and_closures_see_dtensors():
     assert seen == [{DTensor}] * 3
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_gradient_that_lies_elsewhere_is_brought_home():
     mesh = sharded_net((4,)).gain.device_mesh
     weight = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))

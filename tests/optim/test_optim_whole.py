@@ -2,12 +2,11 @@
 any world loads.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from grads_net import give_grads
 from meshes import mesh_of
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from shardkit import full_optimizer_state_dict, full_state_dict, step_on_whole_m
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.shards import as_sharded, local_box
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 
 class Net(nn.Module):
@@ -118,7 +117,7 @@ def full(net: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", MAKE)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_bits_of_the_unsharded_step(name):
     for shape in ((4,), (2, 2)):
         net, plain = build(shape), build(None)
@@ -140,7 +139,7 @@ def test_the_bits_of_the_unsharded_step(name):
 
 
 @pytest.mark.parametrize("name", MAKE)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_saved_and_resumed_on_other_meshes(name, tmp_path):
     net = build((4,))
     ours = step_on_whole_matrices(MAKE[name][0](net), slices=name == "Muon")
@@ -166,7 +165,7 @@ PACKAGES = ["CAME", "madgrad", "shampoo", "soap", "spam", "stablespam", "aggmo"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_packages_optimizer(name):
     if name == "CAME":
         kind = pytest.importorskip("came_pytorch").CAME
@@ -181,7 +180,7 @@ def test_a_packages_optimizer(name):
     assert_same(full(net), plain.state_dict())
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_each_rank_works_on_its_share_and_errors_are_everyones():
     worked = []
 
@@ -245,7 +244,7 @@ def counting(net: Net) -> Counting:
     return optimizer
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_counts_of_steps_change_once_a_step():
     net, plain = build((4,)), build(None)
     ours, theirs = step_on_whole_matrices(counting(net)), counting(plain)
@@ -264,7 +263,7 @@ def test_counts_of_steps_change_once_a_step():
     assert all(torch.equal(found[fqn], value) for fqn, value in plain.state_dict().items())
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_number_that_depends_on_the_parameters_is_refused_on_every_rank():
     class Largest(PerTensor):
         def step(self, closure=None):
@@ -293,7 +292,7 @@ def test_copies_step_on_whole_matrices_too():
     assert copy.deepcopy(optimizer).slices is True
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_state_of_tensor_subclasses_is_refused_on_every_rank():
     torchao = pytest.importorskip("torchao.optim")
     net = fully_shard(nn.Sequential(nn.Linear(128, 64)), mesh=mesh_of((2,)))
@@ -308,7 +307,7 @@ def test_state_of_tensor_subclasses_is_refused_on_every_rank():
     assert_same(full(net), before)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_tensor_parallel_parameters():
     """Sharded on both axes of a mesh, also with strided shards, beside those of one axis."""
     mesh = mesh_of((2, 2), "dp", "tp")

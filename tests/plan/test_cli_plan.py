@@ -1,7 +1,5 @@
 """``python -m shardkit plan``: the answer first."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -2,19 +2,17 @@
 it is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
+from cpu_ranks import on_ranks
 from hook_models import differences
 from meshes import mesh_of
 from small_models import Block
 from torch import Tensor, nn
 
 from shardkit import MeshSpec, plan_model, shard_model
-from shardkit.testing import distributed
 
 TWO = MeshSpec.sharded(2)
 
@@ -230,7 +228,7 @@ def test_units_are_called() -> None:
     assert [unit.name for unit in mixed.units] == ["layers.0", "layers.1", "(root)"]
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_they_train_as_the_plain_models_do() -> None:
     for name, cls in MODELS.items():
         torch.manual_seed(0)

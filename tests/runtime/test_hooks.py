@@ -1,7 +1,5 @@
 """Forwards without grad, and entries besides the root's forward, against the plain model."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

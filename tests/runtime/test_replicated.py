@@ -2,8 +2,6 @@
 argument.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from plain_and_sharded import assert_trains_like_plain
 from small_models import Decoder
@@ -178,7 +177,7 @@ def test_collectives_are_counted(mesh: MeshSpec) -> None:
 
 
 @pytest.mark.parametrize("setting", ["mean", "sum", "recomputed", "resharded"])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_gradients_are_those_of_the_plain_model(setting: str) -> None:
     rank, sums = dist.get_rank(), setting == "sum"
     options = {
@@ -214,7 +213,7 @@ def test_gradients_are_those_of_the_plain_model(setting: str) -> None:
     assert_same(grads(model), both([0, 1, 2, 3], ranks))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_ranks_that_use_different_ones_and_errors() -> None:
     rank = dist.get_rank()
     model = shard_model(net())
@@ -240,7 +239,7 @@ def test_ranks_that_use_different_ones_and_errors() -> None:
 
 
 @pytest.mark.parametrize("name", ["scalar", "clip", "llama"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_on_two_axes_bit_for_bit(name: str) -> None:
     bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if name == "llama":
@@ -266,7 +265,7 @@ def test_on_two_axes_bit_for_bit(name: str) -> None:
 # What works on gradients, and on state.
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_ignored_ones_are_not_reduced_and_it_is_said() -> None:
     model = shard_model(net(), ignored_params=["scale"])
     loss_of(model, dist.get_rank()).backward()
@@ -279,7 +278,7 @@ def test_ignored_ones_are_not_reduced_and_it_is_said() -> None:
         check_optimizer(torch.optim.SGD(whole.parameters()), whole)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_meta_and_state() -> None:
     with init_on_meta():
         model = net()
@@ -301,7 +300,7 @@ def test_meta_and_state() -> None:
         assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) -> None:
     rank, models = dist.get_rank(), {}
     for name, rules in {"sharded": {}, "replicated": NORMS}.items():
@@ -329,7 +328,7 @@ def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) ->
         )
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_the_torch_code_does_the_same() -> None:
     rank = dist.get_rank()
     plan = plan_model(net(), mesh=mesh_of((2,)))

@@ -2,8 +2,6 @@
 gradients.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """What optimizers are told of sharding: replaced parameters, gradients that wait, low precision."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

@@ -2,8 +2,6 @@
 process.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers as tf
+from cpu_ranks import on_ranks
 from memory_count import counted_peak
 from meshes import mesh_of
 from split_training import difference, differences, kinds, loss_of, pictures, split, vision_language
@@ -27,7 +26,7 @@ from shardkit.errors import PlanError, ShardkitError
 from shardkit.memory import estimate
 from shardkit.sequence import split_sequence, training_mesh, ulysses
 from shardkit.sequence.heads import Heads, deal
-from shardkit.testing import comm_counts, distributed, fake_world
+from shardkit.testing import comm_counts, fake_world
 
 SIZE = {
     **SIZES,
@@ -76,13 +75,13 @@ def adapted(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_split_model_trains_like_the_whole(name):
     off = differences(build(name), [kinds(0), kinds(1)], sp=2)
     assert max(off) < 1e-14
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_eager_attention_of_rows_that_are_padded_on_the_left():
     """The last token of the padding has a label, and no key: eager attention takes the mean of all
     keys then.
@@ -93,13 +92,13 @@ def test_eager_attention_of_rows_that_are_padded_on_the_left():
     assert max(loss, grads) < 1e-6
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_adapters_checkpointed_blocks_and_four_ranks():
     off = differences(adapted(build("Qwen3")), [kinds(0)], sp=4, checkpoint_activations=True)
     assert max(off) < 1e-14
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_vision_language_model_splits_its_text():
     loss, grads = differences(
         vision_language(), [[pictures(0), pictures(2, 18)], [pictures(1), pictures(3)]], sp=2
@@ -109,7 +108,7 @@ def test_a_vision_language_model_splits_its_text():
     assert grads < 1e-8
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_the_models_own_loss_is_the_mean_of_the_whole():
     model = build("Llama")
     plain = copy.deepcopy(model)
@@ -124,7 +123,7 @@ def test_the_models_own_loss_is_the_mean_of_the_whole():
     assert difference(model, plain) < 1e-6
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_scores_and_embeddings():
     model, ids = build("GptOss"), kinds(0)[0]["input_ids"]
     whole = model(input_ids=ids).logits.detach()
@@ -137,7 +136,7 @@ def test_scores_and_embeddings():
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_collectives_of_a_step(checkpointed):
     model = build("Qwen3")
     plan = plan_model(model, checkpoint_activations=checkpointed)
@@ -181,7 +180,7 @@ def test_memory_is_predicted():
     assert predicted < 0.6 * peak(models[2], batch | {"use_cache": False})
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_bad_batches_are_errors_on_both_ranks():
     model = build("Llama")
     sequence, ids = split(model, 2), kinds(0)[0]["input_ids"]
@@ -249,7 +248,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_cannot_be_split_is_refused_and_unchanged(name):
     make, said = REFUSED[name]
     torch.manual_seed(0)
@@ -263,13 +262,13 @@ def test_what_cannot_be_split_is_refused_and_unchanged(name):
         assert model(input_ids=kinds(0)[0]["input_ids"]).logits.isfinite().all()
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_gradients_must_be_summed_over_the_ranks():
     with pytest.raises(PlanError, match="is not sharded"):
         split_sequence(build("Llama"), mesh_of((2,), "sp")["sp"])
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_ulysses_around_any_attention():
     torch.manual_seed(0)
     query, key, value = (

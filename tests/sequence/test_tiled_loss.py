@@ -1,7 +1,5 @@
 """The loss in tiles: that of the whole, with logits that are never whole."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,9 +1,8 @@
 """sharded_average: the bits of AveragedModel on the plain model, saved and loaded on any mesh."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
@@ -12,7 +11,7 @@ from shardkit import full_state_dict, load_full_state_dict, shard_model, sharded
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.state import sleep
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 
 def build(shape: tuple[int, ...] | None = None, seed: int = 0) -> nn.Module:
@@ -48,7 +47,7 @@ def warm_up(updates: int) -> float:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_bits_of_the_average_of_the_plain_model(shape, tmp_path):
     for decay, use_buffers in ((0.9, False), (0.3, True), (None, False), (warm_up, True)):
         model, plain = build(shape), build()
@@ -81,7 +80,7 @@ def test_the_bits_of_the_average_of_the_plain_model(shape, tmp_path):
         check(full(average), expected.state_dict())
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_buffers_that_count_are_copied_and_others_averaged() -> None:
     model = build((2,))
     average = sharded_average(model, 0.5, use_buffers=True)
@@ -94,7 +93,7 @@ def test_buffers_that_count_are_copied_and_others_averaged() -> None:
         assert torch.equal(averaged.running_mean, torch.full((7,), (1.0, 1.5, 2.25)[count - 1]))
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_saved_and_resumed_on_other_meshes_and_in_torch(tmp_path):
     model = build((4,))
     average = sharded_average(model, 0.9)
@@ -119,7 +118,7 @@ def test_saved_and_resumed_on_other_meshes_and_in_torch(tmp_path):
     assert torchs.n_averaged == 3
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_units_that_are_gathered_compute_with_the_average_and_then_with_their_own():
     model = shard_model(build(), mesh=mesh_of((4,)), reshard_after_forward=False).eval()
     average, tokens = sharded_average(model, 0.5), torch.arange(4)
@@ -175,7 +174,7 @@ def test_what_trains_only_later_is_refused_unless_the_average_was_made_before_fr
     check(full(average), expected.state_dict())
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_swapped_is_undone_after_an_error_that_leaves_them_asleep():
     model = build((2,))
     average = sharded_average(model, 0.5)

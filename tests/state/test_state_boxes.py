@@ -2,14 +2,13 @@
 messages that takes.
 """
 
-from __future__ import annotations
-
 import gc
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from state_models import LAYOUTS, Net, as_bytes, fsdp, hsdp, seeded
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardkit import boxes
 from shardkit.boxes import EACH_ALONE, ModelGroup, Move, gather, model_group, scatter
 from shardkit.shards import local_value
-from shardkit.testing import comm_counts, distributed, fake_world
+from shardkit.testing import comm_counts, fake_world
 
 MESHES = {(4,): ["dp"], (2, 2): ["dp", "tp"], (2, 1, 2): ["dp", "cp", "tp"]}
 PLACEMENTS = [
@@ -52,7 +51,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool]
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_gathered_and_scattered_they_are_the_same(dtype):
     tensors = {
         f"{mesh} {places} {number}": (
@@ -81,7 +80,7 @@ def test_gathered_and_scattered_they_are_the_same(dtype):
 @pytest.mark.parametrize(
     "layout", ["plain", "fsdp", "hsdp", "tensor_parallel", "three_axes", "columns"]
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_scatter_converts_once_and_counts_as_a_write(layout):
     state = {
         n: t for n, t in LAYOUTS[layout](seeded(Net)).state_dict().items() if getattr(t, "ndim", 0)
@@ -105,7 +104,7 @@ def test_a_scatter_converts_once_and_counts_as_a_write(layout):
             ), name
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_all_gather_of_other_backends_gives_the_same():
     tensors = {f"{m} {p} {n}": placed(m, p, n) for m, p in PLACEMENTS for n in range(len(SHAPES))}
     ranks = model_group(tensors.values())
@@ -133,7 +132,7 @@ def count_of(model: nn.Module, **options: bool) -> dict[str, int]:
     return counts.other
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_small_tensors_share_a_message_and_large_ones_go_alone_from_one_replica():
     rank, big = dist.get_rank(), fsdp(large())
     assert big[0].weight.to_local().nbytes >= boxes.ALONE

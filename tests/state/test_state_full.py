@@ -2,13 +2,12 @@
 right ranks.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from meshes import mesh_of as zoo_mesh
 from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, seeded
 from torch import nn
@@ -23,13 +22,12 @@ from shardkit.state import (
     load_full_state_dict,
     sharded_state_dict,
 )
-from shardkit.testing import distributed
 
 # Equal to the plain model's state.
 
 
 @pytest.mark.parametrize("layout", OTHERS)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_it_is_the_state_of_the_plain_model(layout):
     expected = seeded(Net).state_dict()
     model = LAYOUTS[layout](seeded(Net))
@@ -58,7 +56,7 @@ def test_it_is_the_state_of_the_plain_model(layout):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layout", ["plain", "tensor_parallel"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_dtype_is_of_floating_point_tensors(layout, dtype):
     found = full_state_dict(LAYOUTS[layout](seeded(Net)), dtype=dtype, rank0_only=False)
     for name, value in seeded(Net).state_dict().items():
@@ -69,7 +67,7 @@ def test_dtype_is_of_floating_point_tensors(layout, dtype):
     assert found["head.weight"] is found["embed.weight"]
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_no_values_no_state():
     with torch.device("meta"):
         model = fsdp(Net())
@@ -79,7 +77,7 @@ def test_no_values_no_state():
         full_state_dict(model)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_arguments_that_differ_between_ranks_are_named_on_every_rank():
     model = fully_shard(nn.Linear(4, 4), mesh=zoo_mesh((2,)))
     state = full_state_dict(model, rank0_only=False)

@@ -1,10 +1,9 @@
 """Every function of state in memory, in every layout of units: values to the bit, in and out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from layouts import LAYOUTS, assert_equal, assert_plain_values, built, plain, stage, values_of
 from meshes import mesh_of
 
@@ -17,11 +16,10 @@ from shardkit.state import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from shardkit.testing import distributed
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "stage"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_every_function_gives_and_takes_the_plain_values(layout):
     layout = LAYOUTS.get(layout, stage)
     expected, some = values_of(*built(plain)), layout is stage
@@ -50,7 +48,7 @@ def test_every_function_gives_and_takes_the_plain_values(layout):
 
 
 @pytest.mark.parametrize("p", [2.0, 1.0, float("inf")])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_one_norm_across_stages(p):
     """As the plain model's; within the order of a sum of some hundred squares in float32."""
     group = mesh_of((2, 2), "pp", "dp")["pp"].get_group()

@@ -2,13 +2,12 @@
 rank its own part.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, hsdp, seeded
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from shardkit import init_on_meta
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.state import full_state_dict, load_full_state_dict
-from shardkit.testing import comm_counts, distributed
+from shardkit.testing import comm_counts
 
 
 def new_state() -> dict[str, object]:
@@ -41,7 +40,7 @@ def full(model: nn.Module) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("layout", OTHERS)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_every_layout_gets_the_values_in_place(layout):
     model = LAYOUTS[layout](seeded(Net))
     plain = full(model)  # reshards what is unsharded
@@ -66,7 +65,7 @@ def test_every_layout_gets_the_values_in_place(layout):
         ("offloaded", "rank0"),
     ],
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_meta_models_are_materialized(layout, src):
     with init_on_meta():
         model = Net()
@@ -86,7 +85,7 @@ def test_meta_models_are_materialized(layout, src):
 
 @pytest.mark.parametrize("src", ["rank0", "all"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_values_become_the_models_dtype_or_with_assign_the_dicts(dtype, src):
     state = {
         n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
@@ -104,7 +103,7 @@ def test_values_become_the_models_dtype_or_with_assign_the_dicts(dtype, src):
     assert_same_state(full(model), state)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_names_with_wrappers_and_one_name_of_a_tie():
     state = new_state()
     renamed = {
@@ -122,7 +121,7 @@ def test_names_with_wrappers_and_one_name_of_a_tie():
 # What is exchanged.
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_every_rank_is_sent_its_own_part_and_nothing_when_all_have_the_dict():
     model = fsdp(
         nn.Sequential(*(nn.Linear(256, 1024, bias=False) for _ in range(3)), nn.Linear(1024, 8))
@@ -142,7 +141,7 @@ def test_every_rank_is_sent_its_own_part_and_nothing_when_all_have_the_dict():
 
 
 @pytest.mark.parametrize("src", ["rank0", "all"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_everything_that_does_not_fit_is_listed_at_once(src):
     model = fsdp(seeded(Net))
     state = new_state()
@@ -166,7 +165,7 @@ def test_everything_that_does_not_fit_is_listed_at_once(src):
     assert_same_state(full(model), seeded(Net).state_dict())
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_not_strict_loads_the_rest():
     model = fsdp(seeded(Net))
     state = new_state()
@@ -178,7 +177,7 @@ def test_not_strict_loads_the_rest():
     assert_same_state(found, {name: expected[name] for name in found})
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_an_error_of_one_rank_is_raised_by_all():
     model = fsdp(seeded(Net))
     state = new_state()
@@ -199,7 +198,7 @@ def transpose(module: nn.Module, state: dict, prefix: str, metadata: object) -> 
     state[prefix + "weight"] = state[prefix + "weight"].T
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_what_a_hook_made_cannot_be_written_to():
     model = fsdp(nn.Sequential(nn.Linear(4, 3)))
     model[0].register_state_dict_post_hook(transpose)
@@ -217,7 +216,7 @@ class WithExtraTensor(nn.Linear):
         self.seen = state
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_extra_state_may_be_a_tensor():
     model = fsdp(WithExtraTensor(6, 6))
     state = full(model)
@@ -225,7 +224,7 @@ def test_extra_state_may_be_a_tensor():
     assert torch.equal(model.seen, torch.tensor([3, 5]))
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_different_values_of_one_tied_tensor_are_reported():
     state = new_state()
     state["head.weight"] = state["embed.weight"].clone()
@@ -265,7 +264,7 @@ def test_a_buffer_that_nothing_gives_a_value_is_named():
     assert model.embed.weight.is_meta
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_buffers_of_expand_are_loaded(tmp_path):
     def build(value: float) -> nn.Module:
         model = seeded(lambda: nn.Linear(4, 4))

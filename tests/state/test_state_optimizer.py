@@ -2,14 +2,13 @@
 the bit.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from state_models import LAYOUTS, Net, fsdp, seeded, train, two_groups
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ from shardkit.state import (
     load_full_state_dict,
     sharded_optimizer_state_dict,
 )
-from shardkit.testing import distributed
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -84,7 +82,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict]], Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_training_goes_on_to_the_bit_in_a_fresh_model_and_optimizer(name):
     make = OPTIMIZERS[name]
     model = fsdp(seeded(Net))
@@ -113,7 +111,7 @@ def test_training_goes_on_to_the_bit_in_a_fresh_model_and_optimizer(name):
 
 # others in test_state_layouts
 @pytest.mark.parametrize("layout", ["offloaded", "tensor_parallel", "wrapped"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_every_layout_gathers_and_takes_the_same_state(layout):
     donor = fsdp(seeded(Net))
     optimizer = OPTIMIZERS["adamw"](two_groups(donor))
@@ -136,7 +134,7 @@ def test_every_layout_gathers_and_takes_the_same_state(layout):
 
 
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_torch_gathers_the_same_and_each_loads_the_others(name):
     make = OPTIMIZERS[name]
     model = fsdp(seeded(Net))
@@ -159,7 +157,7 @@ def test_torch_gathers_the_same_and_each_loads_the_others(name):
         )
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_parameters_without_gradients_frozen_ones_and_several_optimizers():
     def optimizers(model: nn.Module) -> list[Optimizer]:
         inside = list(model.blocks.parameters())
@@ -182,7 +180,7 @@ def test_parameters_without_gradients_frozen_ones_and_several_optimizers():
     assert_same(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_load_replaces_all_state_and_writes_lr_tensors_in_place():
     model = fsdp(seeded(Net))
     fresh, used = (
@@ -200,7 +198,7 @@ def test_a_load_replaces_all_state_and_writes_lr_tensors_in_place():
     assert lr == torch.tensor(0.01)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_after_a_forward_the_optimizers_parameters_are_still_known():
     model = LAYOUTS["unsharded"](seeded(Net))
     optimizer = torch.optim.AdamW(seeded(lambda: fsdp(Net())).parameters())
@@ -215,7 +213,7 @@ def test_after_a_forward_the_optimizers_parameters_are_still_known():
     assert_same(full_optimizer_state_dict(model, optimizer, rank0_only=False), expected)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_sharded_state_is_the_optimizers_own():
     model = fsdp(seeded(Net))
     optimizer = OPTIMIZERS["adamw"](two_groups(model))
@@ -266,7 +264,7 @@ def test_an_option_that_only_one_of_two_groups_has_is_a_difference(first):
 
 
 @pytest.mark.parametrize("src", ["rank0", "all"])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_does_not_fit_is_listed_and_changes_nothing(src):
     model = fsdp(seeded(Net))
     optimizer = OPTIMIZERS["adamw"](two_groups(model))
@@ -294,7 +292,7 @@ def test_what_does_not_fit_is_listed_and_changes_nothing(src):
     assert_same(full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_state_that_one_rank_lacks_is_an_error_on_both():
     """Its messages would be read as those of other parameters."""
     model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh_of((2,)))

@@ -1,10 +1,9 @@
 """full_params and named_full_tensors: whole parameters for a while, and one after the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, hsdp, mesh_of, seeded
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -14,7 +13,7 @@ from shardkit import shard_model
 from shardkit.checkpoint import named_full_tensors
 from shardkit.errors import ShardkitError
 from shardkit.state import full_params, full_state_dict
-from shardkit.testing import comm_counts, distributed
+from shardkit.testing import comm_counts
 
 TENSOR_PARALLEL = ("tensor_parallel", "three_axes")
 IDS = torch.arange(6).view(2, 3)
@@ -28,7 +27,7 @@ def registry(model: nn.Module) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("layout", OTHERS)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_inside_they_are_the_plain_models_and_afterwards_the_same_objects(layout):
     plain = seeded(Net)
     model = LAYOUTS[layout](seeded(Net))
@@ -57,7 +56,7 @@ def test_inside_they_are_the_plain_models_and_afterwards_the_same_objects(layout
         assert_same_output(layout, model.eval()(IDS), plain.eval()(IDS))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_the_first_forward_of_all_may_be_inside():
     plain = seeded(Net)
     model = shard_model(seeded(Net))
@@ -82,7 +81,7 @@ def test_the_first_forward_of_all_may_be_inside():
         ("unsharded", True),
     ],
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_writeback_goes_into_the_live_shards(layout, rank0_only):
     model = LAYOUTS[layout](seeded(Net))
     full_state_dict(model)
@@ -113,7 +112,7 @@ def plain_state() -> dict[str, object]:
     return seeded(Net).state_dict()
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_rank0_only_leaves_the_others_their_shards():
     model = hsdp(seeded(Net))
     with full_params(model, rank0_only=True, offload_to_cpu=True):
@@ -121,7 +120,7 @@ def test_rank0_only_leaves_the_others_their_shards():
 
 
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_gradients_come_and_go_with_their_parameters(offload_to_cpu):
     plain, model = seeded(Net), fsdp(seeded(Net))
     for net in (plain, model):
@@ -145,7 +144,7 @@ def spoil(model: nn.Module, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
         raise ZeroDivisionError
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_an_error_inside_restores_and_writes_nothing():
     model = fsdp(seeded(Net))
     before = registry(model)
@@ -167,7 +166,7 @@ class Half(nn.Linear):
         return self(x) * 2
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_registered_methods_lists_and_policies_do_nothing_inside():
     def build() -> nn.Module:
         return nn.Sequential(Half(6, 6), nn.Linear(6, 6), nn.Linear(6, 5))
@@ -201,7 +200,7 @@ class Summoning(nn.Module):
             return self.inner(x)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_refused_in_a_forward_and_with_another_shape():
     model = fully_shard(Summoning(nn.Linear(6, 6)), mesh=mesh_of((4,)))
     with pytest.raises(ShardkitError, match="was called in a forward or backward"):
@@ -226,7 +225,7 @@ def test_refused_in_a_forward_and_with_another_shape():
 
 
 @pytest.mark.parametrize("layout", ["plain", "hsdp", "tensor_parallel", "unsharded"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_all_tensors_come_once_under_each_name(layout):
     expected = {name: value for name, value in plain_state().items() if isinstance(value, Tensor)}
     model = LAYOUTS[layout](seeded(Net))

@@ -2,11 +2,10 @@
 same objects.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -15,7 +14,6 @@ import shardkit
 from shardkit import ShardkitError, full_params, shard_model, sharded_average, step_on_local_shards
 from shardkit.shards import local_value
 from shardkit.state import asleep, sleep, wake
-from shardkit.testing import distributed
 
 
 class Uneven(nn.Module):
@@ -82,14 +80,14 @@ def trained(shape: tuple[int, ...], naps: bool, local: bool) -> list[torch.Tenso
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_training_with_naps_is_training_without(shape, local):
     rested, expected = (trained(shape, naps, local) for naps in (True, False))
     assert len(rested) == len(expected)
     assert all(map(torch.equal, rested, expected))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_needs_the_values_raises_until_wake(tmp_path):
     model, x = shard_model(Uneven(), units=[nn.Linear], forward_methods=["first"]), torch.ones(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -120,7 +118,7 @@ def test_what_needs_the_values_raises_until_wake(tmp_path):
     shardkit.checkpoint.save_checkpoint(tmp_path / "a", model, optimizer)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_reads_shards_or_gradients_raises_until_wake():
     model = shard_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), units=[nn.Linear])
     model(torch.ones(2, 8)).sum().backward()
@@ -144,7 +142,7 @@ def test_what_reads_shards_or_gradients_raises_until_wake():
         read()
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_backward_that_steps_raises_while_the_optimizer_is_asleep():
     model, x = shard_model(Uneven()), torch.ones(2, 3)
     optimizer = shardkit.optimizer_in_backward(model, torch.optim.AdamW)
@@ -166,7 +164,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_part_of_a_unit_guards_all_of_it(sharded):
     model, x = Layers(), torch.ones(2, 3)
     if sharded:
@@ -186,7 +184,7 @@ def test_a_part_of_a_unit_guards_all_of_it(sharded):
     assert torch.equal(model(x), expected)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_part_asleep_keeps_its_guard_when_the_rest_wakes():
     model, x = shard_model(Uneven(), units=[nn.Linear], forward_methods=["first"]), torch.ones(2, 3)
     sleep(model.body[0])
@@ -217,7 +215,7 @@ def test_tensors_of_several_blocks_come_back(monkeypatch):
             assert torch.equal(value, tensor)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_an_average_sleeps_without_the_frozen_parameters_of_its_model():
     model = Uneven()
     model.body[0].requires_grad_(False)

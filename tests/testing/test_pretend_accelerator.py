@@ -4,8 +4,6 @@ belongs, no host sync.
 Two ranks of their own, for torch gives a process the device for good.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings

@@ -2,8 +2,6 @@
 layout.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from layouts import assert_equal, values_of
 from memory_count import LiveStorages
 from meshes import mesh_of
@@ -29,7 +28,7 @@ from shardkit._fsdp import fsdp_units
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.grads import global_token_count
 from shardkit.memory import estimate
-from shardkit.testing import comm_counts, distributed
+from shardkit.testing import comm_counts
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 PROGRAM = re.compile(r"```python\n(# torchrun --nproc-per-node 4 (\w+)\.py\n.*?)```", re.DOTALL)
@@ -101,7 +100,7 @@ def test_every_program_of_the_page_is_run_here() -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_program_trains_as_one_process_does(name, tmp_path):
     scope = run_program(name, tmp_path)
     model, optimizer, norms = in_float64(train_in_one_process, scope, READERS[name])
@@ -128,7 +127,7 @@ class WithGain(nn.Module):
 @pytest.mark.parametrize(
     ("schedule", "reshard"), [(ScheduleGPipe, True), (ScheduleInterleaved1F1B, False)]
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_schedule_reduces_once_and_its_checkpoint_loads_without_stages_and_back(
     schedule, reshard, tmp_path
 ):
@@ -208,7 +207,7 @@ def train_by_schedule(schedule: Any, reshard: bool, folder: Path) -> None:
     assert_equal(values_of(other, other_optimizer), trained)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_the_peak_of_a_stage_is_its_estimate_and_the_activations_in_flight():
     scope = definitions("pipeline")
     mesh = mesh_of((2, 2), "pp", "dp")

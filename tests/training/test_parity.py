@@ -5,14 +5,13 @@ on a few.
 parameters and buffers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 
 import pytest
 import step_settings
 import torch
+from cpu_ranks import on_ranks
 from meshes import mesh_of
 from plain_and_sharded import assert_trains_like_plain
 from sent_bytes import GATHER, SentBytes
@@ -20,7 +19,6 @@ from zoo import ZOO
 
 from benchmarks.sweeps.random_models import GOOD, drawn, outcomes
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
-from shardkit.testing import distributed
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SETTINGS = {
@@ -43,7 +41,7 @@ VARIETY = ["nanogpt_tied", "t5", "frozen"]
 
 
 @pytest.mark.parametrize("name", ZOO)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_default_rule(name):
     # Two ranks and two steps, so that each counts once; steps on local shards take less time than
     # on DTensors.
@@ -52,7 +50,7 @@ def test_default_rule(name):
 
 @pytest.mark.parametrize("name", VARIETY)
 @pytest.mark.parametrize("setting", SETTINGS)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_settings(setting, name):
     assert_trains_like_plain(name, mesh=(2,), optimizer="sgd", steps=2, **SETTINGS[setting])
 
@@ -60,18 +58,18 @@ def test_settings(setting, name):
 @pytest.mark.parametrize(
     ("setting", "name"), [*zip(ON_4_RANKS, itertools.cycle(VARIETY), strict=False)]
 )
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_settings_on_4_ranks(setting, name):
     assert_trains_like_plain(name, **{"optimizer": "sgd", "steps": 2} | ON_4_RANKS[setting])
 
 
-@distributed(world_size=4, backend="gloo", timeout=600)
+@on_ranks(4, timeout=600)
 def test_settings_that_meet_as_the_docs_say():
     cells = step_settings.pairs()
     assert step_settings.seen(cells) == {cell: step_settings.on_page()[cell] for cell in cells}
 
 
-@distributed(world_size=4, backend="gloo", timeout=600)
+@on_ranks(4, timeout=600)
 def test_float8_weights_are_gathered_in_float8():
     pytest.importorskip("torchao")
     # not compiled, which takes long
@@ -93,7 +91,7 @@ def test_float8_weights_are_gathered_in_float8():
 # Random models.
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_equal_or_refused() -> None:
     cases = drawn(24, 1)  # benchmarks/sweeps/random_cases.py draws others
     found = outcomes(cases)

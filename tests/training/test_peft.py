@@ -2,12 +2,11 @@
 bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from sent_bytes import GATHER, SentBytes
 from torch import Tensor, nn
 
@@ -24,7 +23,7 @@ from shardkit import (
 from shardkit.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
 from shardkit.memory.allocations import OptimizerBytes, unit_bytes
 from shardkit.plan import Collectives
-from shardkit.testing import comm_counts, distributed
+from shardkit.testing import comm_counts
 
 peft = pytest.importorskip("peft")
 # transformers' own deprecation, met by peft
@@ -132,7 +131,7 @@ CASES = [
 ]
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_adapters_train_resume_and_load_into_plain_peft(tmp_path):
     for number, (on, kind, tied) in enumerate(CASES):
         check(tmp_path / str(number), on, kind, tied)
@@ -144,7 +143,7 @@ ADAPTERS_APART = [
 ]
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_frozen_base_is_gathered_once_for_all_micro_batches():
     plain, model = adapted("bfloat16", "alone"), adapted("bfloat16", "alone")
     plan = plan_model(model, units=ADAPTERS_APART, mesh=MeshSpec.sharded(2))
@@ -171,13 +170,13 @@ def test_a_frozen_base_is_gathered_once_for_all_micro_batches():
         assert all(torch.equal(mine.grad.full_tensor(), its.grad) for mine, its in trained)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_adapters_on_a_quantized_base(tmp_path):
     pytest.importorskip("torchao")
     check(tmp_path, "nf4", "alone", False)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_merging_has_the_bits_of_plain_peft_or_is_refused(tmp_path):
     for kind in ("alone", "dora", "ia3", "vera"):
         plain, model = adapted("float32", kind), shard_model(adapted("float32", kind))
@@ -199,7 +198,7 @@ def test_merging_has_the_bits_of_plain_peft_or_is_refused(tmp_path):
     assert (tmp_path / "dora" / "model.safetensors").exists()
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_the_plan_counts_what_a_quantized_base_holds_and_gathers():
     pytest.importorskip("torchao")
     model = adapted("nf4", "alone")
@@ -226,7 +225,7 @@ def test_the_plan_counts_what_a_quantized_base_holds_and_gathers():
     assert 2 * sent.bytes[GATHER] == sum(size.gather for size in sizes) - whole
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_quantized_base_is_not_gathered():
     pytest.importorskip("torchao")
     model = shard_model(adapted("nf4", "alone"))

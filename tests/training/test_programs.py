@@ -4,8 +4,6 @@ process in float64.
 Where the arithmetic is the same, bits are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cpu_ranks import on_ranks
 from fsdp1_models import TOKENS, Decoder
 from meshes import mesh_of
 from small_moe import MoE, on_dims
@@ -41,7 +40,6 @@ from shardkit import (
     step_on_local_shards,
 )
 from shardkit.checkpoint import load_checkpoint, load_pretrained, save_checkpoint
-from shardkit.testing import distributed
 
 MICRO = 3
 CLIP = 0.05  # below every norm that occurs, so that each step is clipped
@@ -170,7 +168,7 @@ def decoder_on_meta(mesh: tuple[int, ...] = (), seed: int = 0, **options: Any) -
     return materialize(model)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_from_meta_over_an_asynchronous_save_to_another_mesh(tmp_path):
     plain = run_of(decoder(), local=False)
     run = run_of(decoder_on_meta(checkpoint_activations=True))
@@ -211,7 +209,7 @@ def read_saved(run: Run, path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("keep", [None, True])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_state_is_read_between_two_micro_batches(tmp_path, keep):
     """It is that of before the step, and the step ends as if nothing had been read."""
     plain = run_of(decoder(), local=False)
@@ -251,7 +249,7 @@ def moe_on_dims(model: nn.Module, dims: dict[str, int], **options: object) -> nn
     return apply_plan(model, on_dims(plan_model(model, mesh=mesh, **options), dims), mesh)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_experts_train_as_in_one_process_and_their_state_moves():
     plain = run_of(moe(), local=False)
     train_plain(plain, range(3))
@@ -271,7 +269,7 @@ def test_experts_train_as_in_one_process_and_their_state_moves():
     )
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_experts_are_initialized_and_reduced_to_the_bit():
     with init_on_meta():
         model = moe()

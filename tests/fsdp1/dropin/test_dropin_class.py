@@ -1,12 +1,11 @@
 """The drop-in class beside torch's FSDP1: what programs rely on besides losses and state."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from fsdp1_models import TOKENS, ConvNet, Decoder, fsdp1, image_loss, losses, quiet, token_loss
 from small_models import Block
 from torch import nn
@@ -23,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import ShardkitError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.testing import distributed
 
 BLOCKS = ModuleWrapPolicy({Block})
 BF16 = torch.bfloat16
@@ -36,7 +34,7 @@ def trees():
     )
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_a_program_sees_of_a_wrapped_model():
     theirs, ours = trees()
     for names in ("named_parameters", "named_buffers", "named_modules"):
@@ -63,7 +61,7 @@ def test_what_a_program_sees_of_a_wrapped_model():
     assert ours.eval().layers[0].module.training is False
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_model_with_a_child_named_module_and_a_wrapped_sequential():
     class Holder(nn.Module):
         def __init__(self):
@@ -93,7 +91,7 @@ class Subclass(FSDP):
         super().__init__(*args, **kwargs)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_subclass_that_wraps_modules_while_they_are_built():
     def build(wrap=lambda module: module):
         torch.manual_seed(0)
@@ -111,7 +109,7 @@ def test_a_subclass_that_wraps_modules_while_they_are_built():
     assert model.clip_grad_norm_(1.0, float("inf")) == wanted
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_parts_that_are_wrapped_twice_in_a_model_that_is_not():
     """As open_flamingo: each part is a root of its own, and its gradients are clipped alone."""
 
@@ -137,21 +135,21 @@ def test_parts_that_are_wrapped_twice_in_a_model_that_is_not():
     assert trained(FSDP) == trained(fsdp1)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_network_of_convolutions_with_units_by_size():
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=30)
     models = [wrapper(ConvNet(), auto_wrap_policy=policy) for wrapper in (fsdp1, FSDP)]
     assert torch.equal(*(losses(model, image_loss) for model in models))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_apply_gets_full_parameters():
     model = FSDP(nn.Linear(3, 4))
     model.apply(lambda module: nn.init.eye_(model.module.weight))
     assert torch.equal(model.state_dict()["weight"], torch.eye(4, 3))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_summoned_parameters():
     theirs, ours = trees()
     plain = Decoder()
@@ -187,7 +185,7 @@ def test_summoned_parameters():
     assert (alone.module.weight == 7).all()
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_summoned_gradients():
     plain, model = Decoder(), FSDP(Decoder(), auto_wrap_policy=BLOCKS)
     token_loss(plain, 0).backward()
@@ -199,7 +197,7 @@ def test_summoned_gradients():
                 assert torch.equal(param.grad, expected[name])
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_an_optimizer_built_before_wrapping():
     def trained(wrapper):
         model = Decoder()
@@ -248,7 +246,7 @@ class Speaker(nn.Module):
         return sum(param.numel() for param in self.parameters())
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_methods_besides_forward():
     tokens = torch.tensor([[1, 2]])
     plain, model = Speaker(), FSDP(Speaker(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
@@ -265,7 +263,7 @@ def test_methods_besides_forward():
     assert whole.embed.weight.shape == (TOKENS, 4)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_parameters_are_the_sharded_ones_whenever_they_are_asked_for():
     _, model = trees()
     with torch.no_grad():
@@ -285,7 +283,7 @@ def test_parameters_are_the_sharded_ones_whenever_they_are_asked_for():
     assert squares.sqrt().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_one_optimizer_for_sharded_and_ignored_parameters():
     def trained(wrapper, **how):
         model = Decoder()

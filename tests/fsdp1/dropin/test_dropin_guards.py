@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1.dropin import guards
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 GUARDED = (*guards.STATICS, *guards.METHODS)
 
@@ -79,7 +80,7 @@ def test_guards_come_once_with_the_first_model_and_go():
 # --- The scaler -----------------------------------------------------------------------------------
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_an_optimizer_built_before_wrapping_is_scaled_clipped_and_stepped():
     """Also plain parameters beside sharded ones."""
     data, losses = torch.linspace(-1, 1, 12).view(4, 3), []

@@ -1,13 +1,12 @@
 """What programs do to parameters and gradients by hand, as FSDP1 let them: right, or refused."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from fsdp1_models import fsdp1, quiet
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
@@ -17,7 +16,7 @@ from shardkit import ShardkitError, TranslationError, clip_grad_norm_
 from shardkit._fsdp.plain import plain_units
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import as_dtensors
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 BF16 = torch.bfloat16
 
@@ -83,7 +82,7 @@ def mixed_by_hand(wrapper, lr=1e-4, to=BF16):
     return losses
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_weights_are_exchanged_for_float32_copies_and_back():
     with quiet():
         ours, theirs = mixed_by_hand(FSDP), mixed_by_hand(fsdp1)
@@ -95,7 +94,7 @@ def test_weights_are_exchanged_for_float32_copies_and_back():
         mixed_by_hand(FSDP, to=torch.float64)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_values_of_another_storage_are_used_and_the_old_one_stays():
     model = wrapped()
     params = list(model.parameters())
@@ -115,7 +114,7 @@ def test_values_of_another_storage_are_used_and_the_old_one_stays():
         model(inputs(0))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_penalties_by_hand():
     plain, model = net(), wrapped()
     for either in (plain, model):
@@ -133,7 +132,7 @@ def short():
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("build", [net, short])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_an_optimizer_drops_what_no_sync_put_aside(set_to_none, before, build):
     gradients = []
     for drops in (True, False):
@@ -153,7 +152,7 @@ def test_an_optimizer_drops_what_no_sync_put_aside(set_to_none, before, build):
 
 
 @pytest.mark.parametrize("build", [net, short])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_scaling_what_waits_does_not_drop_it(build):
     plain, model = build(), wrapped(build())
     with model.no_sync():
@@ -168,7 +167,7 @@ def test_scaling_what_waits_does_not_drop_it(build):
     torch.testing.assert_close(model.clip_grad_norm_(1e9), wanted)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_step_while_a_gradient_waits_is_refused():
     model = wrapped()
     before = [param.detach().clone() for param in model.parameters()]
@@ -192,7 +191,7 @@ def test_a_step_while_a_gradient_waits_is_refused():
     assert not torch.equal(before[0], model.module[0].weight)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_conversions():
     model = wrapped()
     model(inputs(0)).sum().backward()
@@ -211,7 +210,7 @@ def doubled_data(param):
 @pytest.mark.parametrize("write", [doubled, doubled_data])
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 @pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_values_written_after_a_forward_alone_are_used(write, strategy, policy):
     plain, model = net(), FSDP(net(), sharding_strategy=strategy, auto_wrap_policy=policy)
     for either in (plain, model):
@@ -227,7 +226,7 @@ def test_values_written_after_a_forward_alone_are_used(write, strategy, policy):
     torch.testing.assert_close(model.clip_grad_norm_(1e9), wanted)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_hooks_of_register_hook_get_and_replace_the_reduced_part():
     model, hooked = (wrapped() for _ in range(2))
     seen = {}
@@ -256,7 +255,7 @@ class Copying:
         self.seen.setdefault(self.shard, self.shard.plain.grad)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_gradient_that_is_still_copied_is_waited_for_before_it_is_used():
     model, seen = FSDP(net()), {}
     model(inputs(0)).sum().backward()
@@ -268,7 +267,7 @@ def test_a_gradient_that_is_still_copied_is_waited_for_before_it_is_used():
     assert seen == dict.fromkeys(shards)  # each when it had no gradient yet
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_norms_of_plain_parameters_are_this_ranks():
     model = wrapped()
     model(inputs(0)).sum().backward()
@@ -285,7 +284,7 @@ def test_norms_of_plain_parameters_are_this_ranks():
         torch.testing.assert_close(clip_grad_norm_(list(model.parameters()), 1e9), whole)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_adafactor_leaves_out_what_is_empty():
     model = wrapped()
     before = model.state_dict()
@@ -302,7 +301,7 @@ def test_adafactor_leaves_out_what_is_empty():
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_state_from_before_the_wrap_does_not_fit(foreach):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
@@ -322,7 +321,7 @@ def filled(module):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_hooks_and_attributes_from_before_the_wrap_stay(device):
     calls = []
     with torch.device(device):

@@ -1,13 +1,12 @@
 """The drop-in's optimizer state: as plain training has it, and loaded back."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from state_models import train, two_groups
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
@@ -20,7 +19,6 @@ from trees import assert_same
 from shardkit.errors import ShardkitError, TranslationError
 from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from shardkit.state.model import clean_name
-from shardkit.testing import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -156,7 +154,7 @@ def unsharded(state: dict[str, Any]) -> dict[str, Any]:
     return full
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_state_is_that_of_plain_training_and_training_goes_on_from_it():
     """Gathered in the model's order although the optimizers of the ranks have another one each."""
     backwards = dist.get_rank() == 1
@@ -198,7 +196,7 @@ def test_state_is_that_of_plain_training_and_training_goes_on_from_it():
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
     """Of ShardedTensors. The programs exchange full state."""
     net, own, make = (
@@ -219,7 +217,7 @@ def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
     assert train(ours, optimizer, range(3, 6)) == train(net, theirs, range(3, 6))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_given_state_is_saved_and_what_does_not_fit_is_said():
     model = wrapped()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -6,17 +6,14 @@ redirected. Sums over two ranks have one order, so losses are equal bit by bit, 
 are clipped, which is bounded below.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import shlex
 
 import pytest
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from program_runs import PROGRAMS, losses, torchs_losses
-
-from shardkit.testing import distributed
 
 # Variants of each program, by its arguments.
 VARIANTS = {
@@ -115,23 +112,23 @@ def compare(runs):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_losses_are_those_of_fsdp1(name):
     compare(((name, arguments), 0.0) for arguments in VARIANTS[name])
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_clipped_losses_are_those_of_fsdp1():
     compare((run, FLOAT32) for run in CLIPPED.items())
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_compiled_program_trains_as_on_fsdp1():
     compare([(("nano_gpt", "--compile eager --max-iters 1 --accumulation 1"), 0.0)])
 
 
 @pytest.mark.parametrize(("name", "by", "of"), FULL_BOTH_WAYS)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_full_checkpoints_go_both_ways(name, by, of, tmp_path):
     save, resume = FULL[name]
     for way in ("torch", of):
@@ -142,7 +139,7 @@ def test_full_checkpoints_go_both_ways(name, by, of, tmp_path):
 
 
 @pytest.mark.parametrize("name", SHARDED)
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_a_program_resumes_from_its_own_sharded_checkpoint(name, tmp_path):
     save, resume = SHARDED[name]
     whole = losses(name, shlex.split(save.format(at=tmp_path)), "changed")

@@ -1,13 +1,12 @@
 """The drop-in's model state beside torch's FSDP1 and the plain model: saved, loaded, set."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import OrderedDict
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from fsdp1_models import hybrid_mesh, quiet
 from shim_states import BF16, FULL, LOCAL, SHARDED, Around, batch, is_same, net, ours, theirs, wiped
 from state_models import VOCAB
@@ -27,10 +26,9 @@ from torch.distributed.tensor import DTensor
 from shardkit import shard_model
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FSDP
-from shardkit.testing import distributed
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_state_is_full_from_the_start_and_equal_to_fsdp1s():
     plain, model = net().state_dict(), ours()
     with quiet():
@@ -60,7 +58,7 @@ def test_state_is_full_from_the_start_and_equal_to_fsdp1s():
         assert is_same(model.state_dict(), plain)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_every_type_and_config():
     plain, model, rank = net().state_dict(), ours(), dist.get_rank()
     parent = Around(model)
@@ -115,7 +113,7 @@ def test_every_type_and_config():
     assert both[0].scale.dtype == BF16
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_settings():
     model = ours()
     parent = Around(model)
@@ -148,7 +146,7 @@ def test_settings():
             call(shard_model(nn.Linear(2, 2)))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_loading():
     wanted = net(1).state_dict()
     model = ours()
@@ -190,7 +188,7 @@ def test_loading():
     assert is_same(model.state_dict(), wanted)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_cannot_be_loaded_is_said_on_every_rank():
     model, other = ours(), net(1).state_dict()
     bad = {name: value for name, value in other.items() if name != "blocks.0.up.weight"}
@@ -207,7 +205,7 @@ def test_what_cannot_be_loaded_is_said_on_every_rank():
     assert keys.unexpected_keys == ["blocks.1.odd"]
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_rank0_only_is_the_lowest_rank():
     wanted = net().state_dict()
     model = ours(device_mesh=hybrid_mesh(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)

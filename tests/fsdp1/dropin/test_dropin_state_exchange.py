@@ -1,7 +1,5 @@
 """The drop-in's model state in FSDP1, in torch.distributed.checkpoint, in shardkit's functions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dsd
+from cpu_ranks import on_ranks
 from fsdp1_models import fsdp1, quiet
 from shim_states import BLOCKS, FULL, SHARDED, Around, batch, is_same, net, ours, theirs, wiped
 from torch import nn
@@ -22,10 +21,9 @@ from torch.distributed.tensor import DTensor
 import shardkit
 from shardkit._fsdp.plain import as_dtensors
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FSDP
-from shardkit.testing import distributed
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_sharded_files_go_both_ways_between_fsdp1_and_the_drop_in(tmp_path: Path):
     wanted = net(1).state_dict()
     with quiet():
@@ -56,7 +54,7 @@ def _tensors(model):
     return {name: value for name, value in model.state_dict().items() if "_extra_state" not in name}
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_get_and_set_state_dict_of_torch_checkpoint():
     rank, options = dist.get_rank(), dsd.StateDictOptions
 
@@ -134,7 +132,7 @@ def test_get_and_set_state_dict_of_torch_checkpoint():
     ]
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_names_under_activation_checkpoints_and_compile_are_fsdp1s():
     def around_inner(kind):
         model = net()
@@ -165,7 +163,7 @@ def test_names_under_activation_checkpoints_and_compile_are_fsdp1s():
         assert not any(outer.load_state_dict(outer.state_dict()))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_shardkits_own_functions_take_wrapped_models(tmp_path: Path):
     wanted, model = net(1).state_dict(), ours(1)
     with pytest.raises(shardkit.ShardkitError, match=r"shardkit\.fsdp1\.as_dtensors\(model\)"):

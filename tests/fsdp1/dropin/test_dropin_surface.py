@@ -1,12 +1,11 @@
 """The edges of the drop-in: what it refuses, internals, which gradients there are."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
+from cpu_ranks import on_ranks
 from fsdp1_models import fsdp1, quiet
 from small_models import Block
 from torch import nn
@@ -22,7 +21,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.testing import comm_counts, distributed, fake_world
+from shardkit.testing import comm_counts, fake_world
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 HALF = torch.float16
@@ -45,7 +44,7 @@ class Pair(nn.Module):
         return self.used(x), self.computed(x)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_modules_with_nothing_to_shard():
     whole = FSDP(plain := chain(), ignored_modules=[plain])
     assert torch.equal(whole(torch.ones(2, 6)), plain(torch.ones(2, 6)))
@@ -66,7 +65,7 @@ def test_modules_with_nothing_to_shard():
         copy.deepcopy(every)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_internals_say_what_to_use():
     model = FSDP(chain(), auto_wrap_policy=LINEARS, use_orig_params=True)
     for name in ("_handle", "_flat_param", "_all_handles"):
@@ -83,7 +82,7 @@ def test_internals_say_what_to_use():
     assert _traversal_utils._get_fsdp_handles(nn.Linear(2, 2)) == []
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_what_no_gradient_reached_has_none_and_what_is_beside_it_zeros():
     model = FSDP(Pair(), auto_wrap_policy=LINEARS)
     assert model.clip_grad_norm_(1.0) == 0  # of no gradients
@@ -94,7 +93,7 @@ def test_what_no_gradient_reached_has_none_and_what_is_beside_it_zeros():
         assert torch.equal(model.used.idle.grad, torch.zeros(2))
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_optimizers_that_torch_steps_in_backward_are_refused():
     model = FSDP(chain(), auto_wrap_policy=LINEARS)
     _apply_optimizer_in_backward(

@@ -7,14 +7,13 @@ owners differ. Two ways to leave no room for that: one rank at a time has gradie
 number and zeros is exact), or sums are of two.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from fsdp1_models import ConvNet, Decoder, fsdp1, hybrid_mesh, image_loss, losses, pairs, token_loss
 from small_models import Block
 from torch import nn
@@ -24,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import torch_version
 from shardkit.fsdp1 import shard_like_fsdp1
-from shardkit.testing import distributed
 
 STRATEGIES = [strategy.name for strategy in ShardingStrategy]
 BF16 = torch.bfloat16
@@ -69,7 +67,7 @@ def _reduces_narrower(precision):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_all_ranks_count_where_no_sum_is_of_more_than_two(strategy):
     """The groups of every strategy, each with half of the precisions."""
     half = list(PRECISIONS.values())[STRATEGIES.index(strategy) % 2 :: 2]
@@ -87,7 +85,7 @@ def test_all_ranks_count_where_no_sum_is_of_more_than_two(strategy):
         )
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_batch_norm_stays_in_float32():
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=30)
     for precision in (MixedPrecision(BF16), MixedPrecision(BF16, torch.float32, BF16)):
@@ -100,7 +98,7 @@ def test_batch_norm_stays_in_float32():
         )
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_custom_policy_gives_units_arguments_of_their_own():
     def policy(module):
         if isinstance(module, nn.LayerNorm):
@@ -122,7 +120,7 @@ def test_a_custom_policy_gives_units_arguments_of_their_own():
     )
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_ranks_may_use_different_parameters():
     for arguments in ({}, {"process_group": pairs()[0]}):
         counts = {"one_counts": not arguments}

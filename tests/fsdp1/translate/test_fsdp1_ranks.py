@@ -2,13 +2,12 @@
 errors on all.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_ranks import on_ranks
 from fsdp1_models import DIM, TOKENS, Decoder, fsdp1, hybrid_mesh, pairs
 from small_models import Block, snapshot
 from torch import nn
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import PlanError, init_on_meta
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import shard_like_fsdp1, translate_fsdp1
-from shardkit.testing import assert_same_on_all_ranks, distributed
+from shardkit.testing import assert_same_on_all_ranks
 
 BLOCKS = {"auto_wrap_policy": ModuleWrapPolicy({Block})}
 
@@ -56,7 +55,7 @@ def mesh_of(model):
 # Meshes.
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_groups_and_meshes_become_the_mesh_of_the_plan():
     rank = dist.get_rank()
     nameless = init_device_mesh("cpu", (2, 2))
@@ -80,7 +79,7 @@ def test_groups_and_meshes_become_the_mesh_of_the_plan():
     assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_groups_that_do_not_fit_are_refused():
     shard, replicate = pairs()
     line = init_device_mesh("cpu", (4,))
@@ -112,7 +111,7 @@ def test_groups_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_states_are_those_of_the_first_rank(strategy):
     arguments = {
         "sharding_strategy": strategy,
@@ -133,7 +132,7 @@ def test_states_are_those_of_the_first_rank(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_one_real_rank_and_meta_elsewhere(strategy):
     """llama-recipes: rank 0 loads the model, the others make room, and everything comes from rank
     0.
@@ -169,7 +168,7 @@ def test_one_real_rank_and_meta_elsewhere(strategy):
     assert max(whole, default=0) <= largest
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_meta_models_are_reset_as_fsdp1_resets_them():
     class Net(nn.Module):
         def __init__(self):
@@ -194,7 +193,7 @@ def test_meta_models_are_reset_as_fsdp1_resets_them():
     assert_states(ours, expected)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_recorded_model_gets_the_values_of_its_construction():
     for arguments in (
         {},
@@ -209,7 +208,7 @@ def test_a_recorded_model_gets_the_values_of_its_construction():
         assert_states(model, expected)
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_a_recorded_model_gets_the_values_of_the_first_rank_that_is_real():
     def build():
         return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
@@ -229,7 +228,7 @@ def test_a_recorded_model_gets_the_values_of_the_first_rank_that_is_real():
     assert_states(model, from_first)
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_the_code_of_a_translation_broadcasts_the_values_of_the_first_rank():
     translation = translate_fsdp1(Decoder(), sync_module_states=True, **BLOCKS)
     model = built(float(dist.get_rank()))
@@ -246,7 +245,7 @@ def fails(error, match, model, **arguments):
     assert_same_on_all_ranks(torch.tensor([ord(letter) for letter in type(caught.value).__name__]))
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_what_one_rank_is_told_otherwise_is_an_error_on_all():
     differs = dist.get_rank() == 2
     model = Decoder()
@@ -281,7 +280,7 @@ def test_what_one_rank_is_told_otherwise_is_an_error_on_all():
     assert snapshot(model) == before
 
 
-@distributed(world_size=4, backend="gloo")
+@on_ranks(4)
 def test_an_initializer_that_fails_or_is_missing_is_an_error_on_all():
     def make(module, differs):
         if differs and isinstance(module, nn.Embedding):
@@ -311,7 +310,7 @@ def test_an_initializer_that_fails_or_is_missing_is_an_error_on_all():
     assert snapshot(third) == before
 
 
-@distributed(world_size=2, backend="gloo")
+@on_ranks(2)
 def test_buffers_on_meta_of_ignored_modules_cannot_be_broadcast():
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))

@@ -1,7 +1,5 @@
 """translate_fsdp1: every argument of FSDP1 ends in the plan or in a note, or in one clear error."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

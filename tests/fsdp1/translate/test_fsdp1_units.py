@@ -2,8 +2,6 @@
 dtypes.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

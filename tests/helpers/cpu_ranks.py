@@ -1,0 +1,7 @@
+"""``@on_ranks(4)``: a test on four ranks of the CPU, connected by gloo also where there are GPUs."""
+
+from shardkit.testing import distributed
+
+
+def on_ranks(number: int, timeout: float = 60):
+    return distributed(world_size=number, backend="gloo", timeout=timeout)
