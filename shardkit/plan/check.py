@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from shardkit.errors import listing
 from shardkit.plan.data import PlanData, callers, dtype_name
 from shardkit.plan.types import ShardUnit, ancestors, is_world_size
@@ -60,12 +62,12 @@ def children_first(plan: PlanData) -> Iterator[str]:
 
 
 def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
-    first_of: dict[str, str] = {}
+    first_of: dict[torch.dtype, str] = {}
     for spec in plan.specs_of(unit):
         if spec.trainable:
-            first_of.setdefault(dtype_name(spec.dtype), spec.fqn)
+            first_of.setdefault(spec.dtype, spec.fqn)
     if len(first_of) > 1:
-        examples = listing(f"{dtype}: {fqn}" for dtype, fqn in first_of.items())
+        examples = listing(f"{dtype_name(dtype)}: {fqn}" for dtype, fqn in first_of.items())
         yield (
             f"{unit.name} trains parameters of {len(first_of)} dtypes, such as {examples}. The "
             "trainable parameters of a unit have one dtype, since their gradients are reduced "

@@ -258,14 +258,14 @@ def _forward_methods(tree: ModelTree, methods: Iterable[str]) -> tuple[str, ...]
 
 def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Yield an error for each method that the plan names and that cannot unshard parameters."""
-    nodes = [tree.root]
+    units = {""}
     for unit in plan.units:
-        nodes += [tree.node(fqn) for fqn in unit.modules]
+        units.update(unit.modules)
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         node = tree.find(fqn)
-        is_method = node in nodes and callable(getattr(node.module, method, None))
-        if not is_method or method == "forward":
+        is_method = node is not None and callable(getattr(node.module, method, None))
+        if node is None or node.fqn not in units or not is_method or method == "forward":
             yield (
                 f"forward_methods has {name!r}, which is not a method besides forward of the model "
                 "or of a unit. Only these can unshard. Correct the name, or make "

@@ -80,9 +80,10 @@ def find_blocks(tree: ModelTree) -> list[ModuleNode]:
     items = _list_items(tree)
     listed = Counter(type(node.module) for node in items)
     blocks = set()
-    alike = [node for cls in listed for node in tree.by_class[cls] if node is not tree.root]
-    for node in alike:
-        number = listed[type(node.module)]
+    for node in tree.nodes[1:]:
+        number = listed.get(type(node.module))
+        if number is None:
+            continue
         if node in items:
             container = node.parents[0]
             alone = isinstance(container.module, nn.ModuleList) and len(container.module) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
@@ -61,7 +60,6 @@ class ModelTree:
         root: the model itself.
         nodes: all modules, each once.
         post_order: the same, children before parents, as torch visits them.
-        by_class: those of each class of modules, in order.
         params: each parameter once, by its first FQN.
         specs: what a plan records of each of them.
         shares_modules: whether a module is registered in several places.
@@ -76,7 +74,6 @@ class ModelTree:
             raise PlanError(f"model must be a torch.nn.Module, got {kind}. Pass the model itself.")
         self.nodes: list[ModuleNode] = []
         self.post_order: list[ModuleNode] = []
-        self.by_class: dict[type[nn.Module], list[ModuleNode]] = defaultdict(list)
         self.params: dict[str, nn.Parameter] = {}
         self.specs: dict[str, ParamSpec] = {}
         self.shares_modules = False
@@ -84,7 +81,7 @@ class ModelTree:
         self.called_last: ModuleNode | None = None
         self.unsplit: set[str] = set()
         self._children: dict[ModuleNode, list[ModuleNode]] = {}
-        self._by_module: dict[int, ModuleNode] = {}
+        self._by_module: dict[nn.Module, ModuleNode] = {}
         self._by_param: dict[int, str] = {}
         self._aliases: dict[str, str] = {}
         self.root = self._walk("", model, ())
@@ -99,15 +96,14 @@ class ModelTree:
                 numel += param.numel()
         node = ModuleNode(fqn, module, len(self.nodes), parents, tuple(params), numel)
         self.nodes.append(node)
-        self.by_class[type(module)].append(node)
-        self._by_module[id(module)] = node
+        self._by_module[module] = node
         if module._modules:
             around = (node,)  # one tuple for all children
             children: list[ModuleNode] = []
             for name, child in module._modules.items():
                 if child is None:
                     continue
-                seen = self._by_module.get(id(child))
+                seen = self._by_module.get(child)
                 if seen is None:
                     seen = self._walk(prefix + name, child, around)
                 elif node in seen.parents or seen is node or seen in node.ancestors():
@@ -135,13 +131,15 @@ class ModelTree:
         return first
 
     def _spec(self, fqn: str, param: nn.Parameter) -> ParamSpec:
-        if type(param) is not nn.Parameter and is_lazy(param):
+        if type(param) is nn.Parameter:
+            return ParamSpec(fqn, tuple(param.shape), param.dtype, param.requires_grad)
+        if is_lazy(param):
             raise PlanError(
                 f"{fqn} is not initialized. A lazy module has no shapes before its first forward. "
                 "Call the model once before sharding."
             )
         spec = ParamSpec(fqn, tuple(param.shape), param.dtype, param.requires_grad)
-        if type(param) is nn.Parameter or not has_own_dispatch(type(param)):
+        if not has_own_dispatch(type(param)):
             return spec
         self.unsplit.add(fqn)
         if isinstance(param, DTensor):
@@ -167,7 +165,7 @@ class ModelTree:
 
     def node(self, fqn: str) -> ModuleNode:
         """The module of a path, also of a further path of a shared module."""
-        return self._by_module[id(self.root.module.get_submodule(fqn))]
+        return self._by_module[self.root.module.get_submodule(fqn)]
 
     def find(self, fqn: str) -> ModuleNode | None:
         """The module of a path, None without one."""
