@@ -421,7 +421,7 @@ def refuse_quantized(tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise ShardkitError(
             f"{listing(names)} is quantized ({listing(sorted(classes))}), and cannot be gathered: "
             "blocks and scales are each shard's own. Save an optimizer's state with save_checkpoint, "
-            "or dequantize it first."
+            "or each rank's state_dict() with torch.save; dequantize weights first."
         )
 
 
