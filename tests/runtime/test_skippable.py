@@ -273,7 +273,7 @@ def test_the_plan_says_what_may_be_skipped():
             [by_name("visual", may_skip=True), by_name("", compile=True)],
             r"\(root\) is compiled, and calls a unit",
         ),
-        ([by_name("visual", may_skip=1)], r"must be a bool, got 1"),
+        ([by_name("visual", may_skip=1)], r"must be <class 'bool'>, got 1"),
     ],
 )
 def test_units_that_cannot_be_skipped_are_errors(rules, text):
