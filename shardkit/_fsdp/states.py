@@ -14,6 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardkit._fsdp import FSDPUnit, fsdp_params, states_of
 from shardkit._torch import units_of
 
+# The attribute of a ``.grad`` that stands for a gradient which waits for its reduction.
+PLACEHOLDER = "_shardkit_placeholder"
+
 _without_hooks: WeakSet[Any] = WeakSet()  # the states in a context of ``without_hooks``
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from shardkit._fsdp import not_compiled
 from shardkit._fsdp.collectives import has_gradient
-from shardkit._fsdp.states import drop_unreduced_gradients
+from shardkit._fsdp.states import PLACEHOLDER, drop_unreduced_gradients
 from shardkit._torch import local_tensor, with_local
 
 
@@ -70,13 +70,14 @@ class ClearableUnit(WaitingUnit):
             if is_placeholder:
                 local = local_tensor(sharded).detach()
                 sharded.grad = with_local(sharded, local.new_full((1,) * local.ndim, -0.0))
+                setattr(sharded.grad, PLACEHOLDER, True)
             self.waiting.append((param, sharded.grad, is_placeholder))
 
     def was_cleared(self, param: Any, grad: Any, is_placeholder: bool) -> bool:
         """Whether ``.grad`` is gone or was zeroed; ends the placeholder."""
         sharded = param.sharded_param
         if sharded.grad is not grad:
-            return True
+            return sharded.grad is None  # else the program has replaced what was reduced before
         if not is_placeholder:
             return False
         is_zeroed = not local_tensor(grad).signbit().all()

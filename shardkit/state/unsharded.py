@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import fsdp_params
-from shardkit._fsdp.states import is_under_way, without_hooks
+from shardkit._fsdp.states import PLACEHOLDER, is_under_way, without_hooks
 from shardkit.boxes import EACH_ALONE, Move, gather, model_group, refuse_quantized, scatter
 from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import check_equal, groups_of, raise_on_all_ranks
@@ -68,7 +68,7 @@ def full_params(
         names = _params_to_replace(model, recurse)
         grads = {}
         for param, name in names.items():
-            if with_grads and param.grad is not None:
+            if with_grads and param.grad is not None and not hasattr(param.grad, PLACEHOLDER):
                 grads[name] = param.grad
     same = {
         "rank0_only": rank0_only,

@@ -111,6 +111,20 @@ def test_the_next_backward_outside_reduces_what_waits():
     assert_grads(net, one_large_batch(integer_net(), ids))
 
 
+@on_ranks(4)
+def test_a_gradient_that_the_program_replaces_does_not_drop_what_waits():
+    ids = batches(1, 3)
+    net = shard(integer_net())
+    first, second, third = ids[:, dist.get_rank()]
+    loss(net, first).backward()
+    with accumulate(net, last=False):
+        loss(net, second).backward()
+    for param in net.parameters():
+        param.grad = param.grad.clone() if param.requires_grad else None
+    loss(net, third).backward()
+    assert_grads(net, one_large_batch(integer_net(), ids))
+
+
 # What is left over.
 
 

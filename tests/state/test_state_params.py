@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from shardkit import shard_model
+from shardkit import accumulate, shard_model
 from shardkit.checkpoint import named_full_tensors
 from shardkit.errors import ShardkitError
 from shardkit.state import full_params, full_state_dict
@@ -135,6 +135,15 @@ def test_gradients_come_and_go_with_their_parameters(offload_to_cpu):
     assert all((p.grad.full_tensor() == 3).all() for p in model.parameters() if p.grad is not None)
     with full_params(model):
         assert model.gain.grad is None
+
+
+@on_ranks(2)
+def test_gradients_that_wait_for_their_reduction_are_not_there_yet():
+    model = fsdp(seeded(Net))
+    with accumulate(model, last=False):
+        model(IDS).square().mean().backward()
+    with full_params(model, with_grads=True):
+        assert all(param.grad is None for param in model.parameters())
 
 
 def spoil(model: nn.Module, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
