@@ -222,7 +222,9 @@ class _Reduction:
         """
         waiting = []
         for one in self.replicated:
-            if one.own_gradient() is not None and not one.is_zeroed():
+            # Before a backward it is the program's own, as of torch's get_optimizer_state_dict().
+            is_from_backward = one.accumulator is not None
+            if is_from_backward and one.own_gradient() is not None and not one.is_zeroed():
                 waiting.append(one.param)
         return waiting
 

@@ -15,6 +15,7 @@ from meshes import mesh_of
 from plain_and_sharded import assert_trains_like_plain
 from small_models import Decoder
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -398,6 +399,13 @@ def test_a_gradient_of_zeros_on_one_rank_waits_on_all() -> None:
             optimizer.step()
         model.zero_grad(set_to_none=False)
         optimizer.step()
+
+
+@distributed(world_size=2)
+def test_torch_makes_optimizer_state_before_any_backward() -> None:
+    model = shard_model(net())
+    state = get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))["state"]
+    assert state["scale"]["exp_avg"] == 0
 
 
 def test_parameters_on_an_equal_mesh_that_was_made_again_are_reduced() -> None:
