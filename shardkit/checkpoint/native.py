@@ -48,9 +48,11 @@ class NativeCheckpoint(Safetensors):
         self._shared, self._sizes = state["shared"], state.get("sizes")
         self._row = None if self._sizes is None else stored[RANKS][RANKS]
 
+        quantized = set(state["quantized"])
+
         def leaf_at(place: str, _: Any) -> Any:
             name = optimizer_name(place)
-            return stored.get("optimizer", {}).get(name, Quantized(name))
+            return Quantized(name) if name in quantized else stored["optimizer"][name]
 
         self.contents = Contents(
             model=stored["model"] | state["extra_state"],

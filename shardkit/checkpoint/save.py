@@ -257,8 +257,11 @@ def _take_quantized(snapshot: Snapshot, groups: Groups) -> dict[str, Part]:
         if key.startswith("optimizer/") and is_wrapper(local_value(tensor)):
             keys.append(key)
     shards = {}
+    names: list[str] = []
+    snapshot.plain["quantized"] = names
     for keys_there in gather_by_rank(keys, groups).values():
         for key in keys_there:
+            names.append(key.removeprefix("optimizer/"))
             if key in snapshot.tensors:
                 shards[key] = part_of(snapshot.tensors.pop(key))
                 del snapshot.specs[key]
