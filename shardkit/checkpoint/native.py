@@ -48,11 +48,11 @@ class NativeCheckpoint(Safetensors):
         self._shared, self._sizes = state["shared"], state.get("sizes")
         self._row = None if self._sizes is None else stored[RANKS][RANKS]
 
-        quantized = set(state["quantized"])
+        self._quantized = set(state.get("quantized", ()))
 
         def leaf_at(place: str, _: Any) -> Any:
             name = optimizer_name(place)
-            return Quantized(name) if name in quantized else stored["optimizer"][name]
+            return Quantized(name) if name in self._quantized else stored["optimizer"][name]
 
         self.contents = Contents(
             model=stored["model"] | state["extra_state"],
@@ -87,7 +87,8 @@ class NativeCheckpoint(Safetensors):
         """Return the rank's shards of quantized optimizer state, by name; none in a world of
         another size. Local.
         """
-        if self._sizes is not None and world_size != len(self._sizes):
+        is_same_world = self._sizes is None or world_size == len(self._sizes)
+        if not self._quantized or not is_same_world:
             return {}
         shards: dict[str, Part] = unpack((self._shared | self._of_rank(number))["quantized"])
         return shards

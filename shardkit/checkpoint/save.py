@@ -154,11 +154,26 @@ def save_checkpoint(
         "scheduler": snapshot.plain["scheduler"],
     }
     check_equal(same, groups, CheckpointError)
-    shards = _take_quantized(snapshot, groups)
-    with raise_on_all_ranks(groups, CheckpointError):
-        check_savable({key.partition("/")[2]: part for key, part in snapshot.tensors.items()})
-        own["quantized"] = pack(shards, "the optimizer")
-    owners, row = _agree(snapshot, own, groups, ranks)
+    digests = _digests(snapshot, own)
+    equal = _equal_on_all(digests, groups)
+    if digests["has quantized"] or "has quantized" not in equal:  # some rank has
+        shards = _take_quantized(snapshot, groups)
+        with raise_on_all_ranks(groups, CheckpointError):
+            own["quantized"] = pack(shards, "the optimizer")
+        digests = _digests(snapshot, own)
+        equal = _equal_on_all(digests, groups)
+    if "tensors" in equal:
+        owners = dict.fromkeys(snapshot.tensors, ranks[0])
+        on_slices = []
+        for key, tensor in snapshot.tensors.items():
+            if isinstance(tensor, DTensor) and tensor.device_mesh.size() < len(ranks):
+                on_slices.append(key)
+    else:
+        owners = _merge_stages(snapshot, digests["tensors"], groups)
+        on_slices = list(owners)
+    if on_slices:
+        _check_replicas(snapshot.tensors, on_slices, groups)
+    row = _divide(snapshot, own, equal, groups, ranks)
     with raise_on_all_ranks(groups, CheckpointError):
         files, parts = _plan_checkpoint(place, snapshot, owners, row)
         if async_:
@@ -207,6 +222,8 @@ def _collect(model: nn.Module, optimizer: Any, scheduler: Any, trainable_only: b
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     pack(plain, "the scheduler, or extra state of the model,")
+    quantized = _quantized_keys(tensors)
+    check_savable({key.partition("/")[2]: tensors[key] for key in tensors if key not in quantized})
     specs = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
     return Snapshot(tensors, specs, plain)
 
@@ -245,6 +262,15 @@ def check_savable(tensors: Mapping[str, Tensor]) -> None:
 # ---- 2. agree ------------------------------------------------------------------------------------
 
 
+def _quantized_keys(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the keys of optimizer state that torchao has quantized on this rank. Local."""
+    keys = []
+    for key, tensor in tensors.items():
+        if key.startswith("optimizer/") and is_wrapper(local_value(tensor)):
+            keys.append(key)
+    return keys
+
+
 def _take_quantized(snapshot: Snapshot, groups: Groups) -> dict[str, Part]:
     """Take the optimizer state that any rank has quantized out of the snapshot, and return this
     rank's shards of it. Collective.
@@ -252,15 +278,11 @@ def _take_quantized(snapshot: Snapshot, groups: Groups) -> dict[str, Part]:
     Its blocks are of one shard, so that ranks save their own. torchao leaves a shard plain that has
     no whole blocks, so that ranks tell each other what is quantized.
     """
-    keys = []
-    for key, tensor in snapshot.tensors.items():
-        if key.startswith("optimizer/") and is_wrapper(local_value(tensor)):
-            keys.append(key)
     shards = {}
     names: list[str] = []
     snapshot.plain["quantized"] = names
-    for keys_there in gather_by_rank(keys, groups).values():
-        for key in keys_there:
+    for keys in gather_by_rank(_quantized_keys(snapshot.tensors), groups).values():
+        for key in keys:
             names.append(key.removeprefix("optimizer/"))
             if key in snapshot.tensors:
                 shards[key] = part_of(snapshot.tensors.pop(key))
@@ -268,46 +290,41 @@ def _take_quantized(snapshot: Snapshot, groups: Groups) -> dict[str, Part]:
     return shards
 
 
-def _agree(
-    snapshot: Snapshot, own: Mapping[str, bytes | None], groups: Groups, ranks: Sequence[int]
-) -> tuple[dict[str, int], Part | None]:
-    """Add what other ranks have to the plain data. Collective.
-
-    Returns:
-        the first rank that has each tensor; and this rank's part of the bytes of all ranks, if
-        what is their own differs.
+def _digests(snapshot: Snapshot, own: Mapping[str, bytes | None]) -> dict[str, int | None]:
+    """Return a number for whatever may be equal on all ranks; None where this rank has none.
+    Local.
     """
     table = {key: described(tensor) for key, tensor in snapshot.tensors.items()}
     options = repr((snapshot.plain["optimizer"] or {}).get("param_groups"))
-    stage_id = digest([table, options])
-    numbers: dict[str, int | None] = {"tensors": stage_id}
+    digests: dict[str, int | None] = {
+        "tensors": digest([table, options]),
+        "has quantized": int(len(_quantized_keys(snapshot.tensors)) > 0),
+    }
     for kind, data in own.items():
-        numbers[kind] = None if data is None else digest(hashlib.sha256(data).hexdigest())
-    equal = _equal_on_all(numbers, groups)
+        digests[kind] = None if data is None else digest(hashlib.sha256(data).hexdigest())
+    return digests
 
-    if "tensors" in equal:
-        owners = dict.fromkeys(table, ranks[0])
-        on_slices = []
-        for key, tensor in snapshot.tensors.items():
-            if isinstance(tensor, DTensor) and tensor.device_mesh.size() < len(ranks):
-                on_slices.append(key)
-    else:
-        owners = _merge_stages(snapshot, stage_id, groups)
-        on_slices = list(owners)
-    if on_slices:
-        _check_replicas(snapshot.tensors, on_slices, groups)
 
-    row = None
+def _divide(
+    snapshot: Snapshot,
+    own: Mapping[str, bytes | None],
+    equal: set[str],
+    groups: Groups,
+    ranks: Sequence[int],
+) -> Part | None:
+    """Put what is equal on all ranks into the plain data. The rest of all ranks is one tensor of
+    bytes, in the order of ranks: return this rank's part of it. Collective.
+    """
     snapshot.plain["shared"] = {kind: data for kind, data in own.items() if kind in equal}
     differing = {kind: data for kind, data in own.items() if kind not in equal}
-    if differing:
-        content = bytearray(pack(differing, "extra"))
-        sizes = list(gather_by_rank(len(content), groups).values())
-        start = sum(sizes[: ranks.index(own_rank())])
-        row = torch.frombuffer(content, dtype=torch.uint8), ((start, len(content)),)
-        snapshot.plain["sizes"] = sizes
-        snapshot.specs[f"{RANKS}/{RANKS}"] = torch.uint8, torch.Size([sum(sizes)])
-    return owners, row
+    if not differing:
+        return None
+    content = bytearray(pack(differing, "extra"))
+    sizes = list(gather_by_rank(len(content), groups).values())
+    snapshot.plain["sizes"] = sizes
+    snapshot.specs[f"{RANKS}/{RANKS}"] = torch.uint8, torch.Size([sum(sizes)])
+    start = sum(sizes[: ranks.index(own_rank())])
+    return torch.frombuffer(content, dtype=torch.uint8), ((start, len(content)),)
 
 
 def described(tensor: Tensor) -> str:
@@ -334,11 +351,11 @@ def _equal_on_all(numbers: Mapping[str, int | None], groups: Groups) -> set[str]
     return equal
 
 
-def _merge_stages(snapshot: Snapshot, stage_id: int, groups: Groups) -> dict[str, int]:
+def _merge_stages(snapshot: Snapshot, stage_id: int | None, groups: Groups) -> dict[str, int]:
     """Merge what all stages have, each sent by its first rank; return the first rank of each
     tensor.
     """
-    first_ranks: dict[int, int] = {}
+    first_ranks: dict[int | None, int] = {}
     for rank, id_there in gather_by_rank(stage_id, groups).items():
         first_ranks.setdefault(id_there, rank)
     own_data = pack([snapshot.specs, snapshot.plain], "the state").hex()
