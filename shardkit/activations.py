@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from shardkit._torch.dispatch import schema, version_of
 from shardkit.errors import ShardkitError
 
-MADE_CALLS = "_shardkit_made_calls"  # as in runtime.skippable
+_RECORD = "_shardkit_record"  # the attribute of a module with the list of its next forward
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
 
 
@@ -102,6 +102,21 @@ def policy_of(name: str) -> Callable[..., CheckpointPolicy]:
     return policy
 
 
+def keep_record(module: nn.Module) -> None:
+    """Give each later forward of a module a list, for :func:`take_record`. In place."""
+    vars(module)[_RECORD] = []
+
+
+def take_record(module: nn.Module) -> list[Any]:
+    """Return the list of the forward that begins: an empty one, which the forward may fill.
+
+    In a recomputation it is that of the first forward, as that has filled it.
+    """
+    record: list[Any] = vars(module)[_RECORD]
+    keep_record(module)
+    return record
+
+
 def _selective_contexts(policy: str) -> Any:
     return create_selective_checkpoint_contexts(policy_of(policy))  # type: ignore[no-untyped-call]
 
@@ -123,20 +138,19 @@ class _Recomputation(AbstractContextManager[None]):
     """Gives a module the buffers that its forward started from, and drops what is written to them
     again.
 
-    Also the list of calls that ``runtime.skippable`` filled in the first forward. ``inner`` is
-    entered last.
+    Also the list of :func:`take_record`. ``inner`` is entered last.
     """
 
     def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self._inner = inner
-        # Where buffers and calls are, and what is there at the start of the forward.
+        # Where buffers and lists are, and what is there at the start of the forward.
         self._starts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for submodule in module.modules():
             attributes = vars(submodule)
             if submodule._buffers:
                 self._starts.append((submodule._buffers, dict(submodule._buffers)))
-            if MADE_CALLS in attributes:
-                self._starts.append((attributes, {MADE_CALLS: attributes[MADE_CALLS]}))
+            if _RECORD in attributes:
+                self._starts.append((attributes, {_RECORD: attributes[_RECORD]}))
         self._values = {buffer: buffer.detach().clone() for buffer in module.buffers()}
         self._versions = {buffer: version_of(buffer) for buffer in self._values}
 

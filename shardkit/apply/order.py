@@ -50,5 +50,5 @@ def let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None
             unit.name, module, unit.may_skip, unit in inside, is_checkpointed, exchange
         )
     for caller, called in callers(plan).items():
-        made[caller].calls.extend(made[unit] for unit in called)
+        made[caller].units.update({unit.name: made[unit] for unit in called})
     watch_calls([made[caller] for caller in callers(plan)])

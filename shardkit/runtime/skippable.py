@@ -8,11 +8,25 @@ runs what was recorded last first.
 
 The order cannot be read off the model: a tower that is registered first may be called after the
 embedding, and whether inputs require grad, on which the moment of a reduction depends, is known in
-a forward only. So it is learned: in a forward of which the order is not known, the ranks exchange
-before each call which they call next. Once one had all units that may be skipped, later ones follow
-its order without a word; and a forward that is recomputed in backward repeats its own calls. There
-is one order for each mode: whether grad is on, whether inputs require it, and which parameters
-train.
+a forward only. So it is learned: while the order is not known, the ranks ask each other before each
+call which they call next. Take a root that calls ``embed``, ``tower`` (``may_skip=True``) and
+``layer``, and a batch with an image on rank 0 only. The first forward:
+
+=====  ========================  =====================================  ============
+asked  rank 0 is about to call   rank 1 is about to call                answer
+=====  ========================  =====================================  ============
+1      embed: runs it            embed: runs it                         embed
+2      tower: runs it            layer: makes up for tower, asks again  tower
+3      layer: runs it            layer: runs it                         layer
+4      the end of its forward    the end of its forward                 the end
+=====  ========================  =====================================  ============
+
+Now both know the order embed, tower, layer, and it has all units that may be skipped. Later
+forwards follow it and ask nothing. If rank 1 alone has an image then, rank 0 calls embed; when it
+is about to call layer, it makes up for tower, which comes before. If no rank has one, both do.
+
+There is one order for each mode: whether grad is on, whether inputs require it, and which
+parameters train. A forward that is recomputed in backward repeats its own calls.
 """
 
 from __future__ import annotations
@@ -39,22 +53,20 @@ from shardkit._fsdp.collectives import (
     reduce_unused,
 )
 from shardkit._torch.dispatch import in_backward, tree_leaves
+from shardkit.activations import keep_record, take_record
 from shardkit.errors import ShardkitError, listing
 
-_END = -1  # the place of the end of a caller's forward
+_END = "the end of its forward"  # comes after the calls of a forward, and is agreed on like a call
 _CALLER = "_shardkit_caller"  # the attribute of a caller's module with its SkippableUnit
-# A list that the next forward fills with its calls, or, in a recomputation, with those to repeat:
-# checkpointing puts back the list of the first forward.
-_CALLS = "_shardkit_made_calls"
 _running: list[_Forward] = []  # the forwards of callers under way, innermost last
 
 Mode: TypeAlias = tuple[int, tuple[bool, ...]]
 
 
 class Call(NamedTuple):
-    """One call of a unit, by its place among the units that the caller calls."""
+    """One call of a unit, by its name, or ``_END``."""
 
-    place: int
+    name: str
     grad: bool = False  # whether an input requires grad
     tracked: bool = True  # whether grad is enabled
 
@@ -70,19 +82,15 @@ class SkippableUnit:
     checkpointed: bool
     # a JSON-ready value of each rank, by rank; collective
     exchange: Callable[[Any], dict[int, Any]]
-    # the next units below it, in the order of registration
-    calls: list[SkippableUnit] = field(default_factory=list)
-    order: dict[Mode, list[Call]] = field(default_factory=dict)  # where it is known
-    latest: list[Call] = field(default_factory=list)  # in the last forward with grad
+    # the next units below it by name, in the order of registration
+    units: dict[str, SkippableUnit] = field(default_factory=dict)
+    orders: dict[Mode, list[Call]] = field(default_factory=dict)  # learned; each ends with _END
+    latest: list[Call] = field(default_factory=list)  # the calls of the last forward with grad
 
     @functools.cached_property
     def params(self) -> list[Any]:
         """The ``FSDPParam`` objects of all units in the module, with its own."""
         return fsdp_params(self.module.modules())  # type: ignore[attr-defined]
-
-    def text(self, place: int) -> str:
-        """Return the name of the unit at a place, for errors."""
-        return "the end of its forward" if place == _END else self.calls[place].name
 
 
 def in_order(module: nn.Module) -> Callable[..., Any]:
@@ -96,8 +104,7 @@ def in_order(module: nn.Module) -> Callable[..., Any]:
         caller = vars(module).get(_CALLER)
         if caller is None:
             return forward(*args, **kwargs)
-        calls, vars(module)[_CALLS] = vars(module)[_CALLS], []
-        with _begin_forward(caller, calls, (args, kwargs)) as run:
+        with _begin_forward(caller, take_record(module), (args, kwargs)) as run:
             return run.leave(forward(*args, **kwargs))
 
     # torch.compile(model) would trace what differs between ranks; units still compile
@@ -110,12 +117,13 @@ def watch_calls(callers: Sequence[SkippableUnit]) -> None:
     """
     units = set(callers)
     for caller in callers:
-        vars(caller.module).update({_CALLER: caller, _CALLS: []})
-        for place, unit in enumerate(caller.calls):
+        vars(caller.module)[_CALLER] = caller
+        keep_record(caller.module)
+        for unit in caller.units.values():
             if unit.within:
                 units.add(unit)
             for module in modules_of(unit.module):
-                before = functools.partial(_before_call, caller, place)
+                before = functools.partial(_before_call, caller, unit)
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 if unit.within:
                     module.register_forward_hook(functools.partial(_after_call, caller))
@@ -124,8 +132,10 @@ def watch_calls(callers: Sequence[SkippableUnit]) -> None:
 
 
 @contextmanager
-def _begin_forward(caller: SkippableUnit, calls: list[Call], inputs: Any) -> Iterator[_Forward]:
-    _running.append(_Forward(caller, calls, inputs))
+def _begin_forward(
+    caller: SkippableUnit, record: list[Call], inputs: Any, is_skipped: bool = False
+) -> Iterator[_Forward]:
+    _running.append(_Forward(caller, record, inputs, is_skipped))
     try:
         yield _running[-1]
     finally:
@@ -134,16 +144,16 @@ def _begin_forward(caller: SkippableUnit, calls: list[Call], inputs: Any) -> Ite
 
 @not_compiled
 def _before_call(
-    caller: SkippableUnit, place: int, module: nn.Module, args: Any, kwargs: Any
+    caller: SkippableUnit, unit: SkippableUnit, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     run = _running[-1] if _running else None
     if run is None or run.caller is not caller or module in run.entered:
         return None  # called on its own, or another module of a unit that is unsharded already
-    modules = modules_of(caller.calls[place].module)
+    modules = modules_of(unit.module)
     if len(modules) > 1:
         run.entered.update(modules)
     with _saved_by_itself():
-        return run.enter(place, (args, kwargs))
+        return run.enter(unit, (args, kwargs))
 
 
 @not_compiled
@@ -167,32 +177,35 @@ def _saved_by_itself() -> AbstractContextManager[Any]:
 class _Forward:
     """One forward of a caller, or what stands for it on a rank that skips the caller itself."""
 
-    def __init__(self, caller: SkippableUnit, calls: list[Call], inputs: Any) -> None:
-        """``calls`` is filled; if it is filled already, it is repeated."""
+    def __init__(
+        self, caller: SkippableUnit, record: list[Call], inputs: Any, is_skipped: bool
+    ) -> None:
+        """``record`` is empty, to be filled with the calls; in a recomputation it has them."""
         self.caller = caller
+        self.is_skipped = is_skipped  # this rank skips the caller itself
         self.entered: set[nn.Module] = set()  # of units of several modules
         # zeros from skipped units that no later unit or output depends on yet
         self.pending: list[Tensor] = []
         self.reached: list[Tensor] = []  # zeros from units that ran
         self._mode = _mode(caller, inputs)
-        self._next = 0  # in the order
         # A recomputation by another checkpoint than shardkit's is that of the latest forward.
-        repeated = list(calls) or (caller.latest if in_backward() else [])
-        self._order = repeated or caller.order.get(self._mode, [])  # empty: it is not known
-        self._calls = [] if repeated else calls
+        repeated = record or (caller.latest if in_backward() else [])
+        self._made = [] if repeated else record  # calls, so far
+        self._order = repeated or caller.orders.get(self._mode)  # None: it is to be learned
+        self._next = 0  # in the order
 
-    def enter(self, place: int, inputs: Any) -> Any:
+    def enter(self, unit: SkippableUnit, inputs: Any) -> Any:
         """Make up for what comes before a unit; return its inputs, from which backward reaches what
         was made up.
         """
         tracked = torch.is_grad_enabled()
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         has_grad = tracked and any(tensor.requires_grad for tensor in tensors)
-        agreed = self.reach(Call(place, has_grad, tracked))
+        agreed = self._reach(Call(unit.name, has_grad, tracked))
         if not (tracked and agreed.grad):
             return None
         zeros: list[Tensor] = []
-        if not self.caller.calls[place].may_skip:
+        if not unit.may_skip:
             zeros, self.pending = self.pending, []
         if tensors and not has_grad and not any(zero.requires_grad for zero in zeros):
             # as on the other ranks
@@ -203,98 +216,107 @@ class _Forward:
         """Make up for what comes after the last unit; return the output, from which backward
         reaches everything.
         """
-        self.reach(Call(_END))
+        self.end()
         return _depends(output, [*self.pending, *self.reached])
 
-    def reach(self, mine: Call | None) -> Call:
-        """Go through the calls that all ranks agree on until this rank's next one comes, and make
-        up for those before it. Return the agreed form of it.
+    def end(self) -> None:
+        """Make up for what is left; keep the order if it has all units that may be skipped."""
+        self._reach(Call(_END))
+        called = {call.name for call in self._made}
+        skippable = {unit.name for unit in self.caller.units.values() if unit.may_skip}
+        if skippable <= called:
+            self.caller.orders.setdefault(self._mode, self._made)
+        if torch.is_grad_enabled():
+            self.caller.latest = self._made
 
-        ``mine`` is that next call, with ``_END`` as its place at the end of the forward; None on a
-        rank that skips the caller itself, which makes up for all calls.
+    def _reach(self, own: Call) -> Call:
+        """Make up for the calls before this rank's own next one; return that as the ranks agreed.
+
+        Where this rank skips the caller, that is the end of the forward: it makes up for all.
         """
-        goal = _END if mine is None else mine.place
-        ahead = [call.place for call in self._order[self._next :]]
-        if self._order and goal != _END and goal not in ahead:
-            raise self._unexpected(goal)
+        return self._learn(own) if self._order is None else self._follow(own, self._order)
+
+    def _learn(self, own: Call) -> Call:
+        """Ask which call comes next until it is this rank's own. Collective."""
         while True:
-            agreed = self._follow() if self._order else self._ask(mine)
-            self._calls.append(agreed)
-            if agreed.place == goal:
-                break
+            agreed = self._ask(own)
+            self._made.append(agreed)
+            if agreed.name == own.name:
+                return agreed
+            self._make_up(agreed)
+
+    def _follow(self, own: Call, order: list[Call]) -> Call:
+        """Go on in the known order to this rank's own call, without asking."""
+        names = [call.name for call in order]
+        if own.name not in names[self._next :]:
+            raise self._unexpected(own, names)
+        index = names.index(own.name, self._next)
+        passed, agreed = order[self._next : index], order[index]
+        self._next = index + 1
+        self._made += [*passed, agreed]
+        for call in passed:
             # A unit without may_skip is called on all ranks or on none, so it is made up for only
             # where this rank skips the caller around it.
-            if not self._order or mine is None or self.caller.calls[agreed.place].may_skip:
-                self.pending.append(self._make_up(agreed))
-        if goal == _END:
-            self._end()
-        elif mine is not None and (mine.grad > agreed.grad or mine.tracked != agreed.tracked):
+            if self.is_skipped or self.caller.units[call.name].may_skip:
+                self._make_up(call)
+        if own.grad > agreed.grad or own.tracked != agreed.tracked:
             # Backward would reach the unit at another point than on the other ranks.
-            raise self._unexpected(goal)
+            raise self._unexpected(own, names)
         return agreed
 
-    def _follow(self) -> Call:
-        self._next += 1
-        if self._next > len(self._order):
-            return Call(_END)
-        return self._order[self._next - 1]
-
-    def _ask(self, mine: Call | None) -> Call:
-        """Ask all ranks which call comes next. Collective."""
+    def _ask(self, own: Call) -> Call:
+        """Return which call comes next, as all ranks find it from what each calls next.
+        Collective.
+        """
         caller = self.caller
-        by_rank = caller.exchange([caller.name, mine])
-        names = {name for name, _ in by_rank.values()}
-        calls = [Call(*call) for _, call in by_rank.values() if call is not None]
-        skippable: set[int] = set()
-        others: set[int] = set()
-        for call in calls:
-            may_skip = call.place != _END and caller.calls[call.place].may_skip
-            (skippable if may_skip else others).add(call.place)
-        ways = {(call.place, call.tracked) for call in calls}
-        if len(names) > 1 or len(others) > 1 or len(ways) > len(skippable) + len(others):
+        by_rank = caller.exchange([caller.name, None if self.is_skipped else own])
+        calls: dict[str, Call] = {}
+        differ = False
+        for name, values in by_rank.values():
+            differ |= name != caller.name
+            if values is not None:  # else the rank skips the caller
+                call = Call(*values)
+                differ |= call.tracked != calls.setdefault(call.name, call).tracked
+                if call.grad:  # on any rank
+                    calls[call.name] = call
+        skippable = []
+        for unit in caller.units.values():
+            if unit.may_skip and unit.name in calls:
+                skippable.append(unit.name)
+        required = calls.keys() - skippable
+        if differ or len(required) > 1:
             raise self._different(by_rank)
         # Units between two others are called in the order of registration, as experts are.
-        place = min(skippable or others, default=_END)
-        alike = [call for call in calls if call.place == place] or [Call(_END)]
-        return Call(place, any(call.grad for call in alike), alike[0].tracked)
+        candidates = [*skippable, *required]  # none where every rank skips the caller
+        return calls[candidates[0]] if candidates else Call(_END)
 
-    def _end(self) -> None:
-        """Keep the order if it has all units that may be skipped."""
-        called = {call.place for call in self._calls}
-        skippable = {place for place, unit in enumerate(self.caller.calls) if unit.may_skip}
-        if skippable <= called:
-            self.caller.order.setdefault(self._mode, self._calls)
-        if torch.is_grad_enabled():
-            self.caller.latest = self._calls
-
-    def _make_up(self, call: Call) -> Tensor:
+    def _make_up(self, call: Call) -> None:
         """Take part in a call that this rank skips."""
-        unit = self.caller.calls[call.place]
+        unit = self.caller.units[call.name]
         tracked = call.tracked and torch.is_grad_enabled()
         with torch.set_grad_enabled(tracked):
             has_grad = call.grad and tracked
             zero = torch.zeros((), device=device_of(unit.module), requires_grad=has_grad)
+            # A recomputation gets the same list, filled.
             body: Callable[[Tensor], Tensor] = functools.partial(_stand_in, unit, [])
-            if unit.checkpointed and unit.calls and tracked:
+            if unit.checkpointed and unit.units and tracked:
                 body = functools.partial(checkpoint, body, use_reentrant=False)
-            return pass_through(unit.module, zero, body)
+            self.pending.append(pass_through(unit.module, zero, body))
 
-    def _unexpected(self, place: int) -> ShardkitError:
-        calls = [call for call in self._order if call.place != _END]
-        order = listing(self.caller.text(call.place) for call in calls)
+    def _unexpected(self, own: Call, names: list[str]) -> ShardkitError:
         return ShardkitError(
-            f"{self.caller.text(place)} was called differently than ranks agreed on, which is "
-            f"{order}. All ranks must call the units that {self.caller.name} calls in the same "
-            "order, and with the same requires_grad of inputs, because ranks that skip one follow "
-            "that order. Call each unit with may_skip=True at most once in a forward; make a larger "
-            "module the unit where order varies."
+            f"{own.name} was called differently than ranks agreed on, which is {listing(names)}. "
+            f"All ranks must call the units that {self.caller.name} calls in the same order, and "
+            "with the same requires_grad of inputs, because ranks that skip one follow that order. "
+            "Call each unit with may_skip=True at most once in a forward; make a larger module the "
+            "unit where order varies. Ranks that kept to the order do not raise: they wait in a "
+            "collective for this one."
         )
 
     def _different(self, by_rank: dict[int, Any]) -> ShardkitError:
         lines = []
         for rank, (name, call) in by_rank.items():
-            called = "nothing" if call is None else self.caller.text(call[0])
-            lines.append(f"rank {rank} in {name}: {called}")
+            lines.append(f"rank {rank} in {name}: {'nothing' if call is None else call[0]}")
         return ShardkitError(
             f"{self.caller.name} calls different units next on different ranks: {listing(lines)}. "
             "Only a unit with may_skip=True may be skipped, and the others run in the same order "
@@ -303,11 +325,11 @@ class _Forward:
         )
 
 
-def _stand_in(unit: SkippableUnit, calls: list[Call], zero: Tensor) -> Tensor:
-    """What runs as the forward of a skipped unit; ``calls`` is filled, or repeated."""
-    with _begin_forward(unit, calls, zero) as run:
-        if unit.calls:
-            run.reach(None)
+def _stand_in(unit: SkippableUnit, record: list[Call], zero: Tensor) -> Tensor:
+    """What runs as the forward of a skipped unit."""
+    with _begin_forward(unit, record, zero, is_skipped=True) as run:
+        if unit.units:
+            run.end()
     trained = []
     for param in fsdp_params([unit.module]):
         if param.sharded_param.requires_grad:

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {"errors"},
     "boxes": {"errors", "ranks", "shards"},
     "tiles": {"errors", "_fsdp"},
-    "runtime": {"errors", "ranks", "_fsdp", "shards"},
+    "runtime": {"errors", "ranks", "_fsdp", "shards", "activations"},
     "activations": {"errors"},
     "memory": DECIDING | {"_fsdp", "tiles", "activations", "runtime"},
     "apply": DECIDING
