@@ -144,6 +144,9 @@ def flattened(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ..
     return DeviceMesh._concatenate([mesh[replicate], flat]) if replicate else flat
 
 
+# apply: public from torch 2.12 on.
+DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
+
 # apply: public from torch 2.14 on.
 set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 

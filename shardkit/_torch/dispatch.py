@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 # testing, meta: the documented way to intercept operators, in a module with an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -121,6 +123,34 @@ tree_map = torch.utils._pytree.tree_map
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors among arguments or outputs of any structure, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+_WRAPPERS = (DTensor, torch.distributed._functional_collectives.AsyncCollectiveTensor)
+
+
+def has_wrappers(types: Iterable[type]) -> bool:
+    """Return whether an operator got tensors of tensor parallelism, or of a collective under way.
+
+    memory: a mode that returns NotImplemented is called again with the tensors that they wrap.
+    """
+    return any(issubclass(kind, _WRAPPERS) for kind in types)
+
+
+@contextmanager
+def same_dropout_on_shards() -> Iterator[None]:
+    """Inside of the block random operators of DTensors leave the device's generator alone.
+
+    memory: on fake tensors they fail, or exchange its state between ranks (torch 2.11 to 2.15).
+    """
+    module: Any = torch.distributed.tensor._random
+    before = module._rng_tracker
+    module._rng_tracker = SimpleNamespace(
+        distribute_region_enabled=False, _distribute_region=lambda *_, **__: nullcontext()
+    )
+    try:
+        yield
+    finally:
+        module._rng_tracker = before
 
 
 # memory: tensors with shapes but no data; torch documents them and exports no public name (2.13 to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,13 +11,13 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from shardkit._torch import real_tensors
+from shardkit._torch import DataParallelMeshDims, real_tensors
 from shardkit.apply.init_sync import check_same_start, state_facts, states_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
 from shardkit.apply.param_attrs import attributes_and_hooks, carry_over
-from shardkit.apply.validate import check_plan
+from shardkit.apply.validate import axes_of, check_plan
 from shardkit.errors import PlanError
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.types import is_world_size
@@ -225,7 +225,7 @@ def _shard_unit(
                 checkpoint_and_compile(module, fqn, unit.checkpoint_activations, unit.compile)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
+            **_mesh_options(params.values(), mesh),
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=unit.mp_policy,
             offload_policy=unit.offload_policy,
@@ -244,3 +244,16 @@ def _shard_unit(
             "in ignored_params."
         ) from error
     return params
+
+
+def _mesh_options(params: Iterable[nn.Parameter], mesh: DeviceMesh) -> dict[str, Any]:
+    """Return the mesh for torch. Of DTensors that are replicated on it, it is theirs, with the names
+    of the axes to shard on.
+    """
+    axes = mesh.mesh_dim_names or ()
+    for param in params:
+        if isinstance(param, DTensor) and not axes_of(param).isdisjoint(axes):
+            replicate = axes[0] if len(axes) > 1 else None
+            dims = DataParallelMeshDims(shard=axes[-1], replicate=replicate)
+            return {"mesh": param.device_mesh, "dp_mesh_dims": dims}
+    return {"mesh": mesh}

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit._torch import DataParallelMeshDims
 from shardkit.apply.param_attrs import cannot_carry
 from shardkit.errors import listing, refuse
 from shardkit.plan import ShardingPlan
@@ -84,7 +85,8 @@ def _of_another_model(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         yield f"plan is for another model: the plan has no parameter {added}. {rule}"
     for fqn, now in tree.specs.items():
         planned = plan.specs.get(fqn, now)
-        now = now._replace(tensor_parallel=planned.tensor_parallel)  # of experts known before
+        # a plan made before the model was split
+        now = now._replace(tensor_parallel=planned.tensor_parallel, part=planned.part)
         if now != planned:
             yield f"{fqn} is {now} in the model, and {planned} in the plan. {rule}"
     fqns = [fqn for unit in plan.units for fqn in unit.modules]
@@ -113,17 +115,23 @@ def _wrong_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 def _split_wrongly(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """A parameter must be split over the axes that its unit leaves out, as experts,
     and no others.
+
+    It may lie on the others too, as on the mesh of all ranks, if all of its unit are whole there.
     """
     for unit in plan.units:
         splits = plan.mesh.splits(unit.mesh)
         wanted = {axis for axis, size in splits.items() if size > 1}
         others = set(plan.mesh.axis_names) - splits.keys()
-        whole, already = [], []
+        whole, already, replicated = [], [], []
         for fqn in unit.params:
-            if not wanted <= _axes(tree.params[fqn], only_sharded=True):
+            axes = axes_of(tree.params[fqn])
+            split = axes_of(tree.params[fqn], only_sharded=True)
+            if not wanted <= split:
                 whole.append(fqn)
-            if others & _axes(tree.params[fqn]):
+            if others & axes:
                 already.append(fqn)
+            if others <= axes - split:
+                replicated.append(fqn)
         if whole:
             yield (
                 f"{listing(whole, 6)} is not split over {listing(sorted(wanted))}, in the unit "
@@ -132,17 +140,19 @@ def _split_wrongly(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
                 f"by distribute_tensor(param, mesh[{min(wanted)!r}], [Shard(0)]), or leave it to a "
                 "unit without mesh=."
             )
-        if already:
-            axes = listing(sorted(others & _axes(tree.params[already[0]])))
+        if already and (replicated != list(unit.params) or DataParallelMeshDims is None):
+            names = listing(sorted(others & axes_of(tree.params[already[0]])))
             module = already[0].rpartition(".")[0]
             yield (
-                f"{listing(already, 6)} is a DTensor over {axes} already. Parameters may be "
-                "DTensors only on axes that their unit is not sharded on. Shard it on the axis "
-                f'before, as by by_name("{module}", mesh="efsdp").'
+                f"{listing(already, 6)} is a DTensor over {names} already. Parameters may be "
+                "DTensors only on axes that their unit is not sharded on, or since torch 2.12 all "
+                'of a unit on all axes, replicated on its own. Pass mesh=world_mesh["dp"], without '
+                "the axis of tensor parallelism, or shard it on the axis before, as by "
+                f'by_name("{module}", mesh="efsdp").'
             )
 
 
-def _axes(param: nn.Parameter, only_sharded: bool = False) -> set[str]:
+def axes_of(param: nn.Parameter, only_sharded: bool = False) -> set[str]:
     """The names of the axes that a DTensor lies on, or is split over; none of a plain parameter."""
     axes = set()
     if isinstance(param, DTensor):

@@ -259,7 +259,7 @@ class _Rank:
         elements = trained = 0
         for fqn in plan.unsharded:
             if fqn in plan.specs:
-                spec = plan.specs[fqn]
+                spec = plan.specs[fqn].local
                 self.parameters += spec.nbytes
                 if spec.trainable:
                     elements += spec.numel

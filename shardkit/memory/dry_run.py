@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
+from shardkit._torch.dispatch import TorchDispatchMode, has_wrappers, tree_leaves
 from shardkit.errors import PlanError, listing
-from shardkit.memory.tracing import hook_unit, on_fake_tensors, tensors_of
+from shardkit.memory.tracing import hook_unit, local_of, on_fake_tensors, tensors_of
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 
@@ -112,7 +112,7 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
             # A function that holds the real parameter may still pass it to operators.
             for param in (real[fqn], fakes[fqn]):
                 uses.owned[id(param)] = fqn, unit_name
-            uses.storages[id(fakes[fqn].untyped_storage())] = fqn
+            uses.storages[id(local_of(fakes[fqn]).untyped_storage())] = fqn
         for unit in plan.units:
             uses.watch(unit, [model.get_submodule(fqn) for fqn in unit.modules])
         for path in plan.forward_methods:  # each unshards its unit
@@ -228,4 +228,6 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = id(tensor.untyped_storage())
                 if storage in self.storages:
                     self.written[self.storages[storage]] = None
+        if has_wrappers(types):
+            return NotImplemented  # called again with what they wrap
         return func(*args, **(kwargs or {}))

@@ -24,13 +24,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import FakeTensor, real_tensors
-from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tree_map
+from shardkit._torch import FakeTensor, local_tensor, real_tensors
+from shardkit._torch.dispatch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    has_wrappers,
+    same_dropout_on_shards,
+    tree_map,
+)
 from shardkit._torch.dispatch import tensors_of as tensors_of
 from shardkit.activations import checkpointed
 from shardkit.errors import PlanError
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.runtime.replicated import compute_in
+from shardkit.shards import as_sharded
 from shardkit.tiles import tiled
 
 START = "start"
@@ -81,8 +88,7 @@ def trace(
     Raises:
         PlanError: the model is sharded already, or does not run on fake tensors.
     """
-    is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
-    if is_sharded or any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise PlanError(
             "model is sharded already. Activations are measured on the plain model, without "
             "FSDP2's hooks and shards. Build it again on the meta device: init_on_meta()."
@@ -112,8 +118,8 @@ def trace(
         meter.close()
         grad_bytes = {watched.unit.name: watched.grad_bytes for watched in watched_units}
         # The gradients of units are dropped, so these belong to no unit.
-        others = sum(param.grad.nbytes for param in params.values() if param.grad is not None)
-        batch_bytes = sum(tensor.nbytes for tensor in inputs)
+        others = sum(_nbytes(param.grad) for param in params.values() if param.grad is not None)
+        batch_bytes = sum(map(_nbytes, inputs))
         return Trace(tuple(meter.intervals), grad_bytes, batch_bytes, others)
 
 
@@ -155,7 +161,7 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def ignore(self, tensor: Tensor) -> None:
         """Exclude this tensor's storage."""
-        self._count(tensor.untyped_storage(), nbytes=0)
+        self._count(local_of(tensor).untyped_storage(), nbytes=0)
 
     def begin(self, moment: str, unit: str) -> None:
         """End the current interval and begin another."""
@@ -178,6 +184,8 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operator, then count what it returns."""
+        if has_wrappers(types):
+            return NotImplemented  # called again with what they wrap
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
@@ -196,6 +204,15 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[key] = weakref.ref(storage, freed)
         self._live += nbytes
         self._peak = max(self._peak, self._live)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, as tensor parallelism makes them, or the tensor."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return local_of(tensor).nbytes
 
 
 class WatchedUnit:
@@ -253,7 +270,7 @@ class WatchedUnit:
         # Between two intervals, as FSDP2 reduces and frees the unsharded gradients.
         for param in self._params:
             if param.grad is not None:
-                self.grad_bytes += param.grad.nbytes
+                self.grad_bytes += _nbytes(param.grad)
                 param.grad = None
         self._meter.open(AFTER_BACKWARD, self.unit.name)
 
@@ -341,15 +358,19 @@ def on_fake_tensors(
     else:
         args = (batch,)
     before = _attributes_of(model)
+    device = "cpu"
+    for param in model.parameters():
+        if isinstance(param, DTensor):  # tensor parallelism moves what it computes with there
+            device = param.device_mesh.device_type
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), torch.enable_grad(), real_tensors():
         try:
             with mode:
-                _put_fakes(model, plan)
-            with mode, _without_packing(batch):
+                _put_fakes(model, plan, device)
+            with mode, same_dropout_on_shards(), _without_packing(batch):
                 yield (
-                    tuple(map(_faked, args)),
-                    {key: _faked(value) for key, value in kwargs.items()},
+                    tuple(_faked(value, device) for value in args),
+                    {key: _faked(value, device) for key, value in kwargs.items()},
                 )
         except Exception as error:
             raise PlanError(
@@ -390,19 +411,19 @@ def _attributes_of(model: nn.Module) -> list[tuple[Any, Any]]:
     return copies
 
 
-def _put_fakes(model: nn.Module, plan: ShardingPlan) -> None:
+def _put_fakes(model: nn.Module, plan: ShardingPlan, device: str) -> None:
     dtypes: dict[str, torch.dtype | None] = {}
     for unit in plan.units:
         dtypes.update(dict.fromkeys(unit.params, unit.mp_policy.param_dtype))
     fakes: dict[Tensor, Tensor] = {}
     for fqn, param in model.named_parameters():
-        fakes[param] = nn.Parameter(_faked(param, dtypes.get(fqn)), param.requires_grad)
+        fakes[param] = nn.Parameter(_faked(param, device, dtypes.get(fqn)), param.requires_grad)
     for module in model.modules():
         registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
         for tensors in registries:
             for name, value in tensors.items():
                 if isinstance(value, Tensor):
-                    tensors[name] = fakes.setdefault(value, _faked(value))
+                    tensors[name] = fakes.setdefault(value, _faked(value, device))
         if hasattr(getattr(module, "config", None), "use_cache"):
             # transformers fills no cache in training, and checkpointed blocks must not.
             module.config.use_cache = False  # type: ignore[union-attr]
@@ -424,8 +445,11 @@ def _without_packing(batch: Any) -> AbstractContextManager[Any]:
     return patch.object(masks, "find_packed_sequence_indices", find_in_real)
 
 
-def _faked(value: Any, dtype: torch.dtype | None = None) -> Any:
+def _faked(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    fake = torch.empty(value.shape, dtype=dtype or value.dtype, device="cpu")
+    if isinstance(value, DTensor):
+        fake: Tensor = as_sharded(_faked(local_tensor(value), device, dtype), value)
+    else:
+        fake = torch.empty(value.shape, dtype=dtype or value.dtype, device=device)
     return fake.requires_grad_(value.requires_grad)

@@ -80,17 +80,19 @@ class PlanData:
         # experts are split over dim 0; of other dims only the padding would differ
         parts = self.mesh.parts(unit.mesh)
         specs = self.specs_of(unit)
-        if parts > 1:
-            for index, spec in enumerate(specs):
+        for index, spec in enumerate(specs):
+            if parts > 1:
                 rows = -(-spec.shape[0] // parts)
                 specs[index] = spec._replace(shape=(rows, *spec.shape[1:]))
+            else:
+                specs[index] = spec.local
         return specs
 
     def held_bytes(self) -> int:
         """The bytes of the parameters that the fullest rank holds, those that every rank holds in
         full included.
         """
-        held = sum(self.specs[fqn].nbytes for fqn in self.replicated if fqn in self.specs)
+        held = sum(self.specs[fqn].local.nbytes for fqn in self.replicated if fqn in self.specs)
         for unit in self.units:
             dims, ranks = dict(unit.shard_dims), self.mesh_of(unit).shard_size
             specs = self.split_specs(unit)

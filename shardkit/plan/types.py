@@ -67,6 +67,8 @@ class ParamSpec(NamedTuple):
         tensor_parallel: whether it was a DTensor before sharding, on another axis of the mesh.
         element_bytes: of a frozen parameter whose class stores it in another form, such as NF4: the
             bytes that it holds for each element, unsharded or not; 0.0 for those of ``dtype``.
+        part: where the model has split it, as by tensor parallelism, the shape of the largest part,
+            which is what FSDP2 shards; else empty.
     """
 
     fqn: str
@@ -76,6 +78,12 @@ class ParamSpec(NamedTuple):
     aliases: tuple[str, ...] = ()
     tensor_parallel: bool = False
     element_bytes: float = 0.0
+    part: tuple[int, ...] = ()
+
+    @property
+    def local(self) -> ParamSpec:
+        """The same of what a rank has before FSDP2 shards: the largest part, or all of it."""
+        return self._replace(shape=self.part) if self.part else self
 
     @property
     def numel(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
 from shardkit._torch import has_own_dispatch
@@ -143,7 +143,7 @@ class ModelTree:
             return spec
         self.unsplit.add(fqn)
         if isinstance(param, DTensor):
-            return spec._replace(tensor_parallel=True)
+            return spec._replace(tensor_parallel=True, part=_largest_part(param))
         return spec if spec.trainable else spec._replace(element_bytes=_element_bytes(param))
 
     def children(self, node: ModuleNode) -> list[ModuleNode]:
@@ -200,6 +200,15 @@ def _element_bytes(param: torch.Tensor) -> float:
     """
     names = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
     return float(sum(getattr(param, name).nbytes for name in names)) / max(1, param.numel())
+
+
+def _largest_part(param: DTensor) -> tuple[int, ...]:
+    """The shape of a DTensor on the rank that has most of it, the same on every rank."""
+    shape = list(param.shape)
+    for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // ranks)
+    return tuple(shape)
 
 
 def in_order(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:

@@ -20,12 +20,12 @@ from small_models import Decoder, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import MeshSpec, PlanError, ranks, shard_model
+from shardkit import MeshSpec, PlanError, ranks, set_gradient_reduction, shard_model
 from shardkit._fsdp import fsdp_units
-from shardkit._torch import set_timeout
+from shardkit._torch import set_timeout, torch_version
 from shardkit.apply import mesh, shard
 from shardkit.sequence import training_mesh
 from shardkit.testing import comm_counts, distributed, fake_world
@@ -105,6 +105,38 @@ def test_beside_tensor_parallelism() -> None:
         # of 2**-24.
         assert torch.allclose(full, weights[name], rtol=0, atol=2e-6), name
     assert not torch.equal(plain.layers[0].up.weight, torch.zeros_like(plain.layers[0].up.weight))
+
+
+@distributed(world_size=4)
+def test_dtensors_on_all_axes() -> None:
+    """As with torchtitan's ``full_dtensor``: batch and loss are DTensors too."""
+    mesh = mesh_of((2, 2), "dp", "tp")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False)).double()
+    model = copy.deepcopy(plain)
+    for layer, dim in ((model[0], 0), (model[2], 1)):
+        for name, param in list(layer.named_parameters()):
+            full = distribute_tensor(param.data, mesh, [Replicate(), Shard(dim)])
+            setattr(layer, name, nn.Parameter(full))
+    mixed = copy.deepcopy(model)
+    mixed[0].bias = nn.Parameter(plain[0].bias.data.clone())
+    for net, on in ((model, mesh), (mixed, mesh["dp"])):
+        with pytest.raises(PlanError, match=r'over .*dp.* already.*Pass mesh=world_mesh\["dp"\]'):
+            shard_model(net, mesh=on)
+    if torch_version() < (2, 12):  # which has no dp_mesh_dims
+        return
+    batch = torch.arange(24).view(4, 6).double() / 24
+    own = distribute_tensor(batch, mesh, [Shard(0), Replicate()])
+    shard_model(model, mesh=mesh["dp"], units=["0", "2"], example_batch=own)
+    set_gradient_reduction(model, "sum")  # the loss is that of all ranks
+    for net, x in ((model, own), (plain, batch)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), expected)
 
 
 # Forks end by os._exit: on a busy machine one exit in ten aborts in torch 2.13 ("terminate called

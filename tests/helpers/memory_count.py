@@ -3,18 +3,19 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit import ShardingPlan, apply_plan
 from shardkit._fsdp import fsdp_units
-from shardkit._torch import named_sharded_parameters
-from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
+from shardkit._torch import is_wrapper, named_sharded_parameters
+from shardkit._torch.dispatch import TorchDispatchMode, has_wrappers, tree_leaves
 from shardkit.memory import Prediction
 from shardkit.testing import fake_world
 
@@ -45,13 +46,11 @@ class LiveStorages(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented  # called again with what they wrap
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
-            if (
-                isinstance(leaf, Tensor)
-                and not isinstance(leaf, DTensor)
-                and leaf.device.type != "meta"
-            ):
+            if isinstance(leaf, Tensor) and not is_wrapper(leaf) and leaf.device.type != "meta":
                 self.see(leaf.untyped_storage())
         return result
 
@@ -69,7 +68,12 @@ class LiveStorages(TorchDispatchMode):
             yield
 
 
-def counted_peak(model: nn.Module, plan: ShardingPlan, step: Callable[[nn.Module], object]) -> int:
+def counted_peak(
+    model: nn.Module,
+    plan: ShardingPlan,
+    step: Callable[[nn.Module], object],
+    mesh: DeviceMesh | None = None,
+) -> int:
     """The most bytes alive on rank 0 of the plan's ranks in the second step: shards, buffers and
     all that comes on top.
 
@@ -78,10 +82,12 @@ def counted_peak(model: nn.Module, plan: ShardingPlan, step: Callable[[nn.Module
             do not.
         plan: to shard it by.
         step: one forward and backward.
+        mesh: of the plan, in the fake world that there is already.
     """
     storages = LiveStorages()
-    with fake_world(plan.mesh.size), storages.resizes(), storages:
-        apply_plan(model, plan)
+    world = fake_world(plan.mesh.size) if mesh is None else nullcontext()
+    with world, storages.resizes(), storages:
+        apply_plan(model, plan, mesh)
         step(model)  # makes what later ones reuse
         model.zero_grad()
         gc.collect()

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "tiles": {"errors", "_fsdp"},
     "runtime": {"errors", "ranks", "_fsdp", "shards", "activations"},
     "activations": {"errors"},
-    "memory": DECIDING | {"_fsdp", "tiles", "activations", "runtime"},
+    "memory": DECIDING | {"shards", "_fsdp", "tiles", "activations", "runtime"},
     "apply": DECIDING
     | {"ranks", "references", "runtime", "_fsdp", "shards", "tiles", "activations"},
     "api": DECIDING | {"apply"},

@@ -111,6 +111,7 @@ def missing(names: set[str]) -> set[str]:
             *(torch, torch._C, torch._C._distributed_c10d.Backend.Options, torch._compile),
             *(torch.utils, nn.init, clip_grad, _python_dispatch, checkpoint_state),
             *(dist, dist.distributed_c10d, dist._state_dict_utils),
+            *(dist.tensor, dist.tensor._random),
         ]
     known = {name for name in names if any(hasattr(owner, name) for owner in owners)}
     return names - known - {name for name, first in LATER.items() if torch_version() < first}

@@ -10,6 +10,14 @@ from memory_count import counted_peak
 from small_models import Block, Decoder
 from small_moe import MoE
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from zoo import ZOO
 
 from shardkit import (
@@ -27,6 +35,7 @@ from shardkit.memory.allocations import OptimizerBytes, timeline
 from shardkit.memory.strategies import changed
 from shardkit.memory.tracing import trace
 from shardkit.sequence import tiled_loss
+from shardkit.testing import fake_world
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 TOKENS = torch.randint(0, 101, (3, 40))
@@ -149,6 +158,35 @@ def test_predicted_is_counted_on_other_dims(case: str) -> None:
     assert counted_peak(model, plan, lambda m: mean(m(batch)).backward()) == pytest.approx(
         expected, rel=0.001
     )
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"mp_policy": HALF, "checkpoint_activations": "selective"}], ids=str
+)
+def test_predicted_is_counted_beside_tensor_parallelism(settings: dict[str, Any]) -> None:
+    """Ranks along "tp" have other columns, other tokens between the layers, and uneven vocabularies."""
+    model, tokens = decoder(), Shard(1)
+    layers = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=tokens),
+        "down": RowwiseParallel(output_layouts=tokens),
+    }
+    ends = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=tokens, output_layouts=Replicate()),
+    }
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        for block in model.layers:
+            parallelize_module(block, mesh["tp"], layers)
+        parallelize_module(model, mesh["tp"], ends)
+        plan = plan_model(model, mesh=mesh["dp"], example_batch=TOKENS, **settings)
+        expected = predicted_peak(model, plan, TOKENS)
+        counted = counted_peak(model, plan, lambda m: mean(m(TOKENS)).backward(), mesh["dp"])
+        assert counted == expected
+        held = [param.to_local().untyped_storage().nbytes() for param in model.parameters()]
+        assert plan.held_bytes() == sum(held)
 
 
 def test_predicted_is_counted_where_blocks_share_a_unit() -> None:

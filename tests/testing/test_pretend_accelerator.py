@@ -33,13 +33,21 @@ from pretend_cases import (
     sharded,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import shardkit
 from shardkit.fsdp1 import CPUOffload, FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.memory import estimate
 from shardkit.state import asleep, sleep, wake
 from shardkit.testing import RankPool
 
@@ -401,6 +409,28 @@ def check_sleep() -> None:
         assert held(offloaded)["on the CPU"] == report["parameters"] - 8, "what is offloaded stays"
 
 
+def check_tensor_parallel_plans() -> None:
+    """In a dry run too tensor parallelism moves inputs to its mesh's device, and DTensors draw."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 8), nn.Dropout(0.1), nn.Linear(8, 10))
+
+    layers = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "1": SequenceParallel(),
+        "2": ColwiseParallel(input_layouts=Shard(1)),
+    }
+    with pretend_accelerator():
+        mesh = init_device_mesh("pretend", (1, 2), mesh_dim_names=("dp", "tp"))
+        model, tokens = made("meta", "pretend", build), torch.zeros(2, 4, dtype=torch.long)
+        parallelize_module(model, mesh["tp"], layers)
+        before = torch.get_device_module("pretend").get_rng_state()
+        plan = shardkit.plan_model(model, mesh=mesh["dp"], example_batch=tokens)
+        first = estimate(model, plan, batch=tokens)["ZeRO-3"].timeline[0]
+        assert first.parameters == plan.held_bytes() == 4 * (80 + 80 + 10) // 2
+        assert torch.equal(torch.get_device_module("pretend").get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -411,6 +441,7 @@ def check_sleep() -> None:
         check_first_operation,
         check_gradients,
         check_sleep,
+        check_tensor_parallel_plans,
     ],
 )
 def test_what_needs_no_files(ranks: RankPool, check: Callable[[], None]) -> None:
