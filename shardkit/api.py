@@ -124,7 +124,7 @@ def plan_model(
         replicate=replicate,
         tiles=tiles,
         prefetch=prefetch,
-        forward_methods=forward_methods,
+        forward_methods=list(forward_methods),
     )
     if example_batch is None:
         plan = build()

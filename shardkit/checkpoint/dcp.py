@@ -47,6 +47,9 @@ class DcpDirectory:
         self._directory = directory
         data = io.BytesIO((directory / DCP_NAME).read_bytes())
         metadata: dcp_metadata.Metadata = _Unpickler(data).load()
+        for info in (metadata.storage_data or {}).values():
+            if ".." in Path(info.relative_path).parts or Path(info.relative_path).is_absolute():
+                raise ValueError(f"{info.relative_path!r} leads out of the directory")
         paths = metadata.planner_data or {}
         tree: dict[Any, Any] = {}
         for key, saved in metadata.state_dict_metadata.items():

@@ -101,6 +101,20 @@ def test_metadata_that_does_not_fit_is_one_error(change, tmp_path):
     refused(path, r"cannot be read|is damaged|has no file of the name")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+@pytest.mark.parametrize("name", ["../b/__0_0.distcp", "/etc/passwd"])
+def test_metadata_that_leads_out_of_the_directory_is_refused(name, tmp_path):
+    path = dcp_directory(tmp_path / "a")
+
+    def lead_out(metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+        return metadata
+
+    change_metadata(path, lead_out)
+    refused(path, "leads out of the directory")
+
+
 # ---- manifests -----------------------------------------------------------------------------------
 
 
