@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_module = words[:1] == ["-m"]
-    program = words[is_module:]
+    program = words[1:] if is_module else words
     if not program or program[0].startswith("-"):
         parser.parse_args(program[:1])  # --help
         parser.error("which program? Name a file, or -m and a module")

@@ -21,7 +21,7 @@ from shardkit.fsdp1.translate.strategy import parse_strategy
 
 # --- fsdp_config: accelerate 0.12 to 1.15, FullyShardedDataParallelPlugin; transformers; axolotl --
 
-VERSION = Key(choice("12"), "mapped: The FSDP version by which the other keys are read.")
+VERSION = Key(choice(("1", "2")), "mapped: The FSDP version by which the other keys are read.")
 STRATEGY = Kind(  # as accelerate, which refuses a switch in version 1
     "a sharding strategy or its number (true and false need fsdp_version: 2)",
     "FULL_SHARD",

@@ -108,7 +108,7 @@ class Config:
 
     def section(self, name: str) -> Mapping[Any, Any]:
         """Return a section; the whole configuration for ``""``; empty if there is none."""
-        values = self.values.get(name) or {} if name else self.values
+        values = (self.values.get(name) or {}) if name else self.values
         if not isinstance(values, Mapping):
             problem = f"must be a section of keys and values, got {values!r}"
             self.problem(name, problem, "Indent its keys below it")
