@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, _random
 
 # testing, meta: the documented way to intercept operators, in a module with an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -125,7 +126,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-_WRAPPERS = (DTensor, torch.distributed._functional_collectives.AsyncCollectiveTensor)
+_WRAPPERS = (DTensor, AsyncCollectiveTensor)
 
 
 def has_wrappers(types: Iterable[type]) -> bool:
@@ -142,7 +143,7 @@ def same_dropout_on_shards() -> Iterator[None]:
 
     memory: on fake tensors they fail, or exchange its state between ranks (torch 2.11 to 2.15).
     """
-    module: Any = torch.distributed.tensor._random
+    module: Any = _random
     before = module._rng_tracker
     module._rng_tracker = SimpleNamespace(
         distribute_region_enabled=False, _distribute_region=lambda *_, **__: nullcontext()

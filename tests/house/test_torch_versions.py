@@ -68,6 +68,7 @@ LATER = {
 NOT_TORCHS = {
     "_dynamo", "_in_backward_optimizers", "_opt_called", "_step_supports_amp_scaling",
     "_wrapped_by_lr_sched", "_process_group", "_registered", "_shardkit_trained",
+    "_shardkit_placeholder",
 }  # fmt: skip
 OURS = {"self", "_fsdp", "watch", "hold"}
 SUBCLASSES = ("plain.py",)  # of FSDP2's classes, so that ``self`` has torch's names there
