@@ -99,7 +99,13 @@ class PlainShard(FSDPParam):
                 set_post_accumulate_hooks(self.plain, hooks)
             set_post_accumulate_hooks(sharded, self.own_hooks)
         self.plain.data = self.flat(sharded._local_tensor)
-        self.plain.grad = None if sharded.grad is None else self.flat(sharded.grad._local_tensor)
+        if sharded.grad is None:
+            self.plain.grad = None
+        else:
+            grad = self.flat(sharded.grad._local_tensor)
+            # the same object where it stands for a gradient that waits for its reduction
+            if self.plain.grad is None or self.plain.grad.data_ptr() != grad.data_ptr():
+                self.plain.grad = grad
         sharded.grad = None
         self.is_shown = True
         self._setattr_on_modules(sharded)

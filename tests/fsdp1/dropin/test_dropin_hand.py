@@ -153,13 +153,16 @@ def test_an_optimizer_drops_what_no_sync_put_aside(set_to_none, before, build):
 
 @pytest.mark.parametrize("build", [net, short])
 @on_ranks(2)
-def test_scaling_what_waits_does_not_drop_it(build):
+def test_scaling_and_showing_what_waits_does_not_drop_it(build):
     plain, model = build(), wrapped(build())
     with model.no_sync():
         model(inputs(0)).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         with pytest.raises(ShardkitError, match="has a gradient that is not reduced yet"):
             model.clip_grad_norm_(1.0)
+    model.state_dict()
+    with FSDP.summon_full_params(model):
+        pass
     model(inputs(1)).sum().backward()
     for seed in (0, 1):
         plain(inputs(seed)).sum().backward()
