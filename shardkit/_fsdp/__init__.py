@@ -1,9 +1,10 @@
 """FSDP2's private state that ``shard_model`` and its hooks need: flags that its API can set but not
 read, parameters in their sharded and unsharded form, and the forward or backward under way.
 
-Private names of torch are used in ``_fsdp`` and ``_torch`` only. When something breaks with a new
-torch, look here first. The classes are ``FSDPState``, ``FSDPParamGroup`` (here a unit) and
-``FSDPParam`` in torch (2.11 to 2.15). The other files are imported by what uses them.
+What reads or sets the state of FSDP2's objects, or derives from its classes, is in this package;
+torch's other private names are in ``_torch``. When something breaks with a new torch, look in these
+two first. The classes are ``FSDPState``, ``FSDPParamGroup`` (here a unit) and ``FSDPParam`` in torch
+(2.11 to 2.15). The other files are imported by what uses them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import missing_name, units_of
+from shardkit._torch import require_names, units_of
 
 # torch.compiler.disable imports the whole compiler where it decorates, which takes seconds and an
 # optional package (hypothesis); this one, made for torch's own modules, does so at the first call
@@ -65,10 +66,7 @@ def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
     for state in states_of(model.modules()):
         units += units_of(state)
     if units:
-        for name in FSDPUnit.__annotations__:
-            # setting an attribute that torch has renamed would silently do nothing
-            if not hasattr(units[0], name):
-                raise missing_name(f"FSDPParamGroup.{name}")
+        require_names(units[0], "FSDPParamGroup", FSDPUnit.__annotations__)
     return units
 
 

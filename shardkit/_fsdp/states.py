@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit._fsdp import FSDPUnit, fsdp_params, states_of
-from shardkit._torch import units_of
+from shardkit._torch import require_names, units_of
 
 # The attribute of a ``.grad`` that stands for a gradient which waits for its reduction.
 PLACEHOLDER = "_shardkit_placeholder"
@@ -114,6 +114,11 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     params = fsdp_params(modules)
     states = [state for state in states_of(modules) if state not in _without_hooks]
+    # What is only set below. The other names are also read, which raises where torch lacks them.
+    for state in states:
+        require_names(state, "FSDPState", ["_mp_policy"])
+    for param in params:
+        require_names(param, "FSDPParam", ["reset_sharded_param"])
     before = [(state, dict(vars(state))) for state in states]
     for state in states:
         # The hooks return early in a backward, which recomputes a forward. They still unshard the

@@ -1,9 +1,10 @@
 """Private names of torch, each with its reason: here those of the path of ``shard_model``, of
 models, and versions.
 
-The other files of this package are for what imports them: ``dispatch`` and ``steps``.
-Besides ``_fsdp``, no other module of shardkit uses a torch name with an underscore
-(``tests/house/test_layers.py``). When a new torch breaks shardkit, look here first.
+The other files of this package are for what imports them: ``dispatch`` and ``steps``. What reads or
+sets the state of FSDP2's objects, or derives from its classes, is in ``_fsdp``; all else is here.
+No other module of shardkit uses a torch name with an underscore (``tests/house/test_layers.py``).
+When a new torch breaks shardkit, look in these two packages first.
 """
 
 from __future__ import annotations
@@ -44,13 +45,18 @@ if torch_version() < MINIMUM_TORCH:
     )
 
 
-def missing_name(path: str) -> ShardkitError:
-    """Return the error for a private name that this torch does not have."""
-    tested = "{}.{} to {}.{}".format(*MINIMUM_TORCH, *NEWEST_TESTED)
-    return ShardkitError(
-        f"{path} is not in torch {torch.__version__}. shardkit is tested with torch {tested}. Use "
-        "one of these, or a newer shardkit."
-    )
+def require_names(owner: object, class_name: str, names: Iterable[str]) -> None:
+    """Raise for a private name that an object of this torch does not have. Local, pure.
+
+    Setting such an attribute would do nothing, without an error.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            tested = "{}.{} to {}.{}".format(*MINIMUM_TORCH, *NEWEST_TESTED)
+            raise ShardkitError(
+                f"{class_name}.{name} is not in torch {torch.__version__}. shardkit is tested with "
+                f"torch {tested}. Use one of these, or a newer shardkit."
+            )
 
 
 def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import local_tensor, torch_version
+from shardkit._torch import local_tensor, require_names, torch_version
 
 # grads: one kernel for many tensors, as in torch.nn.utils.clip_grad_norm_; no public names (torch
 # 2.13 to 2.15).
@@ -124,6 +124,9 @@ class UnscalingGradScaler(torch.amp.GradScaler):
     # multiplies all gradients by the second argument; returns 1.0 if any rank has a non-finite one,
     # else 0.0
     unscale_grads: Any
+
+    def __init_subclass__(cls) -> None:
+        require_names(torch.amp.GradScaler, "GradScaler", ["_unscale_grads_"])
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True

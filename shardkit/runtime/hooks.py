@@ -46,12 +46,13 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
             FSDP modules.
     """
     begin = _begin_as_root(root)
-    # for each method that has not ended, whether a forward without backward ended inside
-    running: list[bool] = []
+    # One item for each of ``methods`` that is running, innermost last: whether to reshard at its
+    # end, because a forward without backward ended inside. Methods call forwards and each other.
+    reshard_at_end: list[bool] = []
     units = fsdp_units(root)
     # Whether the two forms of each parameter of units left unsharded required grad at the last
     # forward. Where that changes, requires_grad_() was called on one of them.
-    known: list[tuple[bool, bool]] = []
+    last_flags: list[tuple[bool, bool]] = []
 
     @not_compiled
     def after_forward(module: nn.Module, args: object, kwargs: object, output: Any) -> None:
@@ -60,9 +61,9 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
             for unit in units:
                 if unit.is_unsharded:
                     flags += map(both_require_grad, unit.fsdp_params)
-            if flags != known:
+            if flags != last_flags:
                 keep_requires_grad(units)
-                known[:] = flags
+                last_flags[:] = flags
             tensors = [output] if isinstance(output, Tensor) else list(_tensors(output))
             if not double_backwards:
                 for tensor in tensors:
@@ -75,14 +76,14 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
             for tensor in chain(tensors, _tensors((args, kwargs)), root.parameters()):
                 if tensor.requires_grad:
                     return
-        if running:
-            running[-1] = True
+        if reshard_at_end:
+            reshard_at_end[-1] = True
         else:
             reshard(root)
 
     root.register_forward_hook(after_forward, with_kwargs=True)
     for name in methods:
-        _register(root, name, begin, after_forward, running)
+        _register(root, name, begin, after_forward, reshard_at_end)
 
 
 def reshard(model: nn.Module) -> None:
@@ -132,7 +133,9 @@ def _begin_as_root(root: nn.Module) -> _Hook:
     return begin
 
 
-def _register(root: nn.Module, name: str, begin: _Hook, after: _Hook, running: list[bool]) -> None:
+def _register(
+    root: nn.Module, name: str, begin: _Hook, after_forward: _Hook, reshard_at_end: list[bool]
+) -> None:
     """Let a method unshard, except inside of its module's own forward, and reshard after it without
     backward.
     """
@@ -147,13 +150,14 @@ def _register(root: nn.Module, name: str, begin: _Hook, after: _Hook, running: l
         if is_in_use(self):
             return original(*args, **kwargs)
         begin()
-        running.append(not torch.is_grad_enabled())
+        reshard_at_end.append(not torch.is_grad_enabled())
         try:
             output = unsharding(*args, **kwargs)
-            after(self, args, kwargs, output)
+            after_forward(self, args, kwargs, output)
             return output
         finally:
-            if running.pop() and not running:
+            # Only after the outermost one: the others are followed by more of its work.
+            if reshard_at_end.pop() and not reshard_at_end:
                 reshard(root)
 
     setattr(module, method, MethodType(not_compiled(call, recursive=False), module))

@@ -91,7 +91,7 @@ def replicated_parameters(model: nn.Module) -> set[nn.Parameter]:
         call = unit.finalize_backward
         while isinstance(call, _Reduction):
             params.update(call.params())
-            call = call.before
+            call = call.first
     return params
 
 
@@ -123,16 +123,20 @@ def unreduced_problem(model: nn.Module) -> str | None:
 class _Replicated:
     """One parameter, found by its place, because loading and materializing may replace the object.
 
-    A backward adds to ``.grad``. What a backward has reduced must not be reduced again by the next
-    one, so hooks around that addition set it aside in ``reduced``: ``_before_accumulation`` takes
-    it out of ``.grad``, and ``settle`` adds it to the mean of the next gradients.
+    A backward adds to ``.grad``, and must not reduce again what an earlier one has reduced. So a
+    gradient is local (this rank's own, not reduced yet) or reduced:
+
+    - From :meth:`settle` on, ``.grad`` is reduced.
+    - Before the next backward adds to it, a hook moves it to ``set_aside``.
+    - After that ``.grad`` is local, over several backwards where they do not reduce.
+    - ``settle`` makes it the mean over the ranks, and adds ``set_aside``.
     """
 
     module: nn.Module  # registers it
     name: str  # in that module
     unit: FSDPUnit  # its settings apply
-    is_own: bool = True  # .grad, if there is one, is this rank's own, to be reduced
-    reduced: Tensor | None = None  # set aside
+    is_local: bool = True  # what .grad is, if there is one
+    set_aside: Tensor | None = None  # a reduced gradient, while .grad is local
     # autograd's node that adds to .grad, with our hooks; it dies if not held
     accumulator: Any = None
     version: int = 0  # of .grad, when a backward last added to it
@@ -142,14 +146,12 @@ class _Replicated:
         return self.module._parameters[self.name]  # type: ignore[return-value]
 
     def hook(self) -> None:
-        """Set reduced gradients aside in later backwards. The gradient of a new
-        parameter is own.
-        """
+        """Set reduced gradients aside in later backwards. The gradient of a new parameter is local."""
         param = self.param
         accumulator = get_gradient_edge(param).node
         if self.accumulator is accumulator:
             return
-        self.accumulator, self.is_own, self.reduced = accumulator, True, None
+        self.accumulator, self.is_local, self.set_aside = accumulator, True, None
         self.version = 0 if param.grad is None else version_of(param.grad)
         # Hooks of the node run after those of the tensor, and not in autograd.grad(). Weak, because
         # the collector does not see them.
@@ -165,47 +167,47 @@ class _Replicated:
         return grad is not None and version_of(grad) != self.version and not grad.any()
 
     def _forget_cleared(self) -> None:
-        if self.param.grad is None or (self.reduced is not None and self.is_zeroed()):
-            self.reduced = None
+        if self.param.grad is None or (self.set_aside is not None and self.is_zeroed()):
+            self.set_aside = None
 
     def _before_accumulation(self) -> None:
         self._forget_cleared()
         param = self.param
-        if not self.is_own and param.grad is not None:
-            self.reduced, param.grad = param.grad, None
+        if not self.is_local and param.grad is not None:
+            self.set_aside, param.grad = param.grad, None
 
     def _after_accumulation(self) -> None:
         assert self.param.grad is not None
-        self.is_own, self.version = True, version_of(self.param.grad)
+        self.is_local, self.version = True, version_of(self.param.grad)
 
-    def own_gradient(self) -> Tensor | None:
+    def local_gradient(self) -> Tensor | None:
         """The gradient of this rank that is not reduced yet."""
-        return self.param.grad if self.is_own else None
+        return self.param.grad if self.is_local else None
 
     def settle(self, total: Tensor, ranks: int, used: Tensor) -> None:
         """Set ``.grad`` from the sum over the ranks; ``used`` counts those with a gradient."""
         param = self.param
-        own = self.own_gradient()
+        local = self.local_gradient()
         self._forget_cleared()
-        before = self.reduced if self.is_own else param.grad
-        self.is_own, self.reduced = False, None
-        if before is None and own is None and not used.item():
+        earlier = self.set_aside if self.is_local else param.grad  # what was reduced before
+        self.is_local, self.set_aside = False, None
+        if earlier is None and local is None and not used.item():
             return
         mean = total / (self.unit.gradient_divide_factor or ranks)
         mean = mean.view(_real(param).shape).to(param.device)
         if param.is_complex():
             mean = torch.view_as_complex(mean)
         gradient = mean.to(param.dtype)
-        param.grad = gradient if before is None else before + gradient
+        param.grad = gradient if earlier is None else earlier + gradient
 
 
 @dataclass(eq=False)
 class _Reduction:
-    """The end of a backward: torch's own work, or another reduction, then this one."""
+    """The end of a backward: ``first``, which is torch's own or another reduction, then this one."""
 
     replicated: list[_Replicated]
     mesh: DeviceMesh
-    before: Callable[[], None]
+    first: Callable[[], None]
 
     def __post_init__(self) -> None:
         reductions.add(self)
@@ -224,14 +226,14 @@ class _Reduction:
         for one in self.replicated:
             # Before a backward it is the program's own, as of torch's get_optimizer_state_dict().
             is_from_backward = one.accumulator is not None
-            if is_from_backward and one.own_gradient() is not None and not one.is_zeroed():
+            if is_from_backward and one.local_gradient() is not None and not one.is_zeroed():
                 waiting.append(one.param)
         return waiting
 
     @not_compiled
     @torch.no_grad()
     def __call__(self) -> None:
-        self.before()
+        self.first()
         due = []
         for one in self.replicated:
             if one.param.requires_grad:
@@ -248,7 +250,7 @@ class _Reduction:
         used = torch.ones(len(due), dtype=dtype, device=device)
         parts = [used]
         for index, one in enumerate(due):
-            gradient = one.own_gradient()
+            gradient = one.local_gradient()
             if gradient is None:
                 used[index].zero_()  # not copied from a list, which would make the host wait
                 gradient = torch.zeros_like(one.param)

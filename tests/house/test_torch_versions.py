@@ -22,7 +22,9 @@ from torch.utils import _python_dispatch
 import shardkit
 from shardkit import ShardkitError, shard_model, zero_grad
 from shardkit._fsdp import fsdp_units, states_of
+from shardkit._fsdp.states import without_hooks
 from shardkit._torch import torch_version, units_of
+from shardkit._torch.steps import UnscalingGradScaler
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.testing import RankPool, fake_world
 
@@ -135,6 +137,12 @@ def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch) -> None:
             ShardkitError, match=r"^FSDPParamGroup\.reduce_grads is not in torch 2\."
         ):
             zero_grad(model)
+        monkeypatch.delattr(states_of([model])[0], "_mp_policy")
+        with pytest.raises(ShardkitError, match=r"^FSDPState\._mp_policy is not in torch 2\."):
+            without_hooks([model]).__enter__()
+    monkeypatch.delattr(torch.amp.GradScaler, "_unscale_grads_")
+    with pytest.raises(ShardkitError, match=r"^GradScaler\._unscale_grads_ is not in torch 2\."):
+        type("Scaler", (UnscalingGradScaler,), {})
 
 
 def check_without_gpu(backend: str | None) -> None:
