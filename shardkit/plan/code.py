@@ -166,7 +166,7 @@ def _calls(plan: PlanData, unit: ShardUnit) -> list[str]:
     if policies:
         arguments.append(f"mp_policy=fsdp.MixedPrecisionPolicy({', '.join(policies)})")
     if unit.offloads:
-        pin_memory = unit.offload_policy.pin_memory
+        pin_memory = unit.offload_policy.pin_memory  # type: ignore[attr-defined]
         arguments.append(f"offload_policy=fsdp.CPUOffloadPolicy(pin_memory={pin_memory})")
     if plan.unsharded:
         arguments.append("ignored_params=ignored_params")

@@ -118,7 +118,7 @@ def watch_calls(callers: Sequence[SkippableUnit]) -> None:
     units = set(callers)
     for caller in callers:
         vars(caller.module)[_CALLER] = caller
-        keep_record(caller.module)
+        keep_record(caller.module)  # type: ignore[arg-type]
         for unit in caller.units.values():
             if unit.within:
                 units.add(unit)
