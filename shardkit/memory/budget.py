@@ -152,21 +152,34 @@ def _candidates(step: Step, fits: Fits) -> Iterator[tuple[list[str], ShardingPla
     blocks = step.blocks
     sharded = resharded(step.plan)
     offloaded = changed(sharded, offload_policy=CPUOffloadPolicy())
-    policies: list[tuple[str | bool, str]] = [(True, "in full")]
-    selects = not any(unit_inside(sharded, unit) for unit in sharded.units if unit.blocks)
-    if selects:
-        policies.insert(0, ("selective", "selectively"))
     starts: list[tuple[list[str], ShardingPlan]] = [([], sharded)]
     starts.append((["offloaded to the CPU"], offloaded))
     for changes, plan in starts:
         yield changes, plan
-        for policy, how in policies if blocks else []:
+        if not blocks:
+            continue
+        policies: list[tuple[str | bool, str]] = [(True, "in full")]
+        selects = _can_select(step)
+        if selects:
+            policies.insert(0, ("selective", "selectively"))
+        for policy, how in policies:
             count = _fewest_blocks(plan, blocks, policy, fits)
             plan = changed(plan, blocks[:count], checkpoint_activations=policy)
             change = f"{count} of {len(blocks)} blocks checkpointed {how}"
             if policy is True and selects and count < len(blocks):
                 change += ", the others selectively"
             yield [*changes, change], plan
+
+
+def _can_select(step: Step) -> bool:
+    """Whether the blocks can be checkpointed selectively."""
+    if any(unit_inside(step.plan, unit) for unit in step.plan.units if unit.blocks):
+        return False
+    try:
+        step.trace_of(changed(step.plan, step.blocks, checkpoint_activations="selective"))
+    except PlanError:
+        return False  # such as a ReLU in place, which changes what would be kept
+    return True
 
 
 def _fewest_blocks(plan: ShardingPlan, blocks: list[str], policy: str | bool, fits: Fits) -> int:

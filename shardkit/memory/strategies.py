@@ -120,7 +120,7 @@ class Step:
 
     def predict(self, name: str, plan: ShardingPlan, optimizer: OptimizerBytes) -> Prediction:
         """Return what the step needs on one rank under a plan."""
-        points = timeline(plan, self._trace_of(plan), optimizer, self._buffers, self.micro_batches)
+        points = timeline(plan, self.trace_of(plan), optimizer, self._buffers, self.micro_batches)
         host = 0
         for unit in plan.units:
             if unit.offloads:
@@ -128,7 +128,7 @@ class Step:
                 host += size.shard + size.grads + size.optimizer
         return Prediction(name, plan, points, host)
 
-    def _trace_of(self, plan: ShardingPlan) -> Trace:
+    def trace_of(self, plan: ShardingPlan) -> Trace:
         """Return the trace of a plan, which depends on how its units are checkpointed only."""
         policies = tuple(unit.checkpoint_activations for unit in plan.units)
         if policies not in self._traces:
@@ -146,7 +146,7 @@ class Step:
         uniform = {}
         for policy in policies:
             same = changed(plan, self.blocks, checkpoint_activations=policy)
-            uniform[policy] = self._trace_of(same)
+            uniform[policy] = self.trace_of(same)
         return mixed(uniform, chosen)
 
     def measure(self, plan: ShardingPlan) -> Trace:

@@ -424,9 +424,10 @@ def _put_fakes(model: nn.Module, plan: ShardingPlan, device: str) -> None:
             for name, value in tensors.items():
                 if isinstance(value, Tensor):
                     tensors[name] = fakes.setdefault(value, _faked(value, device))
-        if hasattr(getattr(module, "config", None), "use_cache"):
+        config = getattr(getattr(module, "config", None), "__dict__", {})  # which may be frozen
+        if "use_cache" in config:
             # transformers fills no cache in training, and checkpointed blocks must not.
-            module.config.use_cache = False  # type: ignore[union-attr]
+            config["use_cache"] = False
     for fqn, dtype in plan.replicated_modules().items():
         compute_in(model.get_submodule(fqn), dtype)
 

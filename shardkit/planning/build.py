@@ -20,6 +20,8 @@ from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.selection import Overrides, Rule, Selection, check_settings, policy_name
 from shardkit.planning.tree import ModelTree, ModuleNode, assign, in_order, tie_problem
 
+FEW = 1024  # elements of a frozen parameter that is worth no sharding where modules share it
+
 
 def build_plan(
     tree: ModelTree,
@@ -55,6 +57,7 @@ def build_plan(
 
     notes: list[str] = []
     if units is None:
+        replicated |= _small_shared(tree)
         selections, tie_notes = join_ties(tree, default_units(tree), ignored | replicated)
         selections, mixed, dtype_notes = split_dtypes(tree, selections, ignored | replicated)
         replicated |= mixed
@@ -103,6 +106,21 @@ def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str])
             "model, or their FQNs. Take them from model.named_parameters()."
         )
     return ignored
+
+
+def _small_shared(tree: ModelTree) -> set[str]:
+    """Return the frozen parameters of few elements in modules that several modules share, as in a
+    rotary embedding. These may call a method of it, for which no unit of its own would unshard.
+    """
+    small: set[str] = set()
+    for shared in tree.nodes:
+        if len(shared.parents) < 2:
+            continue
+        for node in tree.subtree(shared):
+            for fqn in node.params:
+                if not tree.specs[fqn].trainable and tree.specs[fqn].numel <= FEW:
+                    small.add(fqn)
+    return small
 
 
 def _without(selections: list[Selection], replicated: set[ModuleNode]) -> list[Selection]:

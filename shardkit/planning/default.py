@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Set
 
@@ -24,6 +25,8 @@ LARGE_NUMEL, LARGE_SHARE = 1_000_000, 0.05  # a module outside of blocks is a un
 SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # a head with less than either is left to the root
 ROOT_SHARE = 0.1  # the root keeps no more of the model than that in small layers beside blocks
 STAGE_SHARE = 0.7  # a block with so much of itself in inner blocks is a stage, and they are units
+# A stage of more blocks, of less elements on average, is one unit, as of DenseNet.
+MANY_BLOCKS, FEW_NUMEL = 8, 250_000
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -116,7 +119,9 @@ def _parts(tree: ModelTree, block: ModuleNode, blocks: Set[ModuleNode]) -> list[
     parts = []
     for node in inner:
         parts += _parts(tree, node, blocks)
-    if len(parts) > 1 and sum(part.numel for part in parts) >= STAGE_SHARE * block.numel:
+    inside_numel = sum(part.numel for part in parts)
+    too_small = len(parts) > MANY_BLOCKS and inside_numel < FEW_NUMEL * len(parts)
+    if len(parts) > 1 and inside_numel >= STAGE_SHARE * block.numel and not too_small:
         return parts
     return [block]
 
@@ -130,18 +135,27 @@ def _caller(node: ModuleNode) -> ModuleNode:
 
 
 def _list_items(tree: ModelTree) -> set[ModuleNode]:
-    """Return the items of containers, but not experts: a rank may have no token for one, and not
-    call it.
+    """Return the items of containers, and attributes that a number tells apart, as ``encoder1``.
+
+    Not experts: a rank may have no token for one, and not call it. Nor layers beside a ReLU in
+    place: a Linear returns a view, and autograd drops FSDP2's hook on a view that is changed.
     """
     experts: set[ModuleNode] = set()
     items: set[ModuleNode] = set()
     for node in tree.nodes:
+        children = tree.children(node)
         if not isinstance(node.module, _CONTAINERS):
-            continue
-        if "expert" in node.fqn.rpartition(".")[2].lower():
+            for child in children:
+                is_numbered = re.search(r"\d", child.fqn.rpartition(".")[2])
+                if is_numbered and not isinstance(child.module, _CONTAINERS):
+                    if _has_matrices(tree, child, 2):
+                        items.add(child)
+        elif "expert" in node.fqn.rpartition(".")[2].lower():
             experts.update(tree.subtree(node))
+        elif any(getattr(child.module, "inplace", False) for child in children):
+            items.update(child for child in children if tree.children(child))
         else:
-            items.update(tree.children(node))
+            items.update(children)
     return items - experts
 
 

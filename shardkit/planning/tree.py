@@ -328,12 +328,20 @@ def reads(outer: ModuleNode, node: ModuleNode) -> bool:
     and DTensor"; a dry run with ``example_batch`` finds it before.
     """
     name = node.fqn.rpartition(".")[2]
-    cls: Any = type(outer.module)
-    source = _forward_source(cls)
+    source = _forward_source(type(outer.module))
+    if "forward" in vars(outer.module):  # set on the instance, as kernel patchers do
+        source += _source(outer.module.forward)
     if f"{name}." not in source:
         return False
     attributes = "|".join(map(re.escape, [*node.module._parameters, "forward"]))
     return re.search(rf"\b{re.escape(name)}\.({attributes})\b{_WITHOUT_VALUE}", source) is not None
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
 
 
 @cache
@@ -346,10 +354,7 @@ def _forward_source(cls: type[nn.Module]) -> str:
         if method in seen:
             continue
         seen.add(method)
-        try:
-            text = inspect.getsource(inspect.unwrap(getattr(cls, method)))
-        except (AttributeError, OSError, TypeError):
-            continue
+        text = _source(getattr(cls, method, None))
         source += text
         pending += re.findall(r"\bself\.(\w+)\(", text)
     return source

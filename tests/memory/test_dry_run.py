@@ -4,6 +4,7 @@ anything trains.
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -267,6 +268,18 @@ def test_lists_that_a_unit_reads_are_not_noted() -> None:
     model.layers = nn.ModuleList(Reading() for _ in range(2))
     plan = plan_model(model, mesh=TWO, example_batch=torch.ones(2, 8))
     assert units(plan) == ["layers.0", "layers.1", "(root)"]
+
+
+@dataclass(frozen=True)
+class Config:
+    use_cache: bool = True
+
+
+def test_a_frozen_config() -> None:
+    model = Decoder()
+    model.config = Config()
+    plan_model(model, mesh=TWO, example_batch=torch.zeros(2, 3, dtype=torch.long))
+    assert model.config == Config()
 
 
 def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:

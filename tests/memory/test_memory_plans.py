@@ -223,6 +223,18 @@ def test_the_order_of_a_budget():
         chosen(int(0.05 * sharded))
 
 
+def test_a_budget_where_selective_checkpointing_fails():
+    """A ReLU in place changes the products that it would keep."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.ReLU(inplace=True), nn.Linear(32, 8))
+
+    model = nn.Sequential(*(block() for _ in range(6)))
+    batch = torch.randn(1024, 8)
+    choice = plan_for_budget(model, "800KiB", on(2, model), batch=batch, reserve=0)
+    assert "4 of 6 blocks checkpointed in full" in choice.name
+
+
 def test_budgets_as_text():
     sizes = {"70GiB": 70 * 2**30, "80 GB": 80 * 10**9, "1.5kB": 1500, 7: 7}
     assert [limit_of(text, 0) for text in sizes] == list(sizes.values())

@@ -187,6 +187,33 @@ class TiedAbove(nn.Module):
         return self.head(self.model(x))
 
 
+class Rotary(nn.Module):
+    """A frozen table that all blocks share, and rotate by a method of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freqs = nn.Parameter(torch.arange(8.0), requires_grad=False)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        return (x * self.freqs).cos()
+
+    forward = rotate
+
+
+class RotaryBlock(Block):
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.rotary.rotate(x))
+
+
+def rotaries() -> nn.Module:
+    rotary = Rotary()
+    return Layers(RotaryBlock(rotary) for _ in range(3))
+
+
 MODELS = {
     each.__name__: each
     for each in (
@@ -198,6 +225,7 @@ MODELS = {
         Beside,
         TiedAbove,
         Twice,
+        rotaries,
     )
 }
 
@@ -208,7 +236,10 @@ def units(model: nn.Module) -> list[str]:
 
 def test_units_are_called() -> None:
     assert "table" not in units(ReadTable())
-    assert "table" in units(AsksForDtype())
+    model = AsksForDtype()
+    assert "table" in units(model)
+    model.forward = lambda x: F.linear(x, model.table.weight)  # as kernel patchers do
+    assert "table" not in units(model)
     assert "tokens" not in units(LateTable())
     assert units(attentions()) == ["[layers.0, layers.2]", "layers.1", "(root)"]
     assert units(TiedAbove()) == [
@@ -226,6 +257,9 @@ def test_units_are_called() -> None:
     mixed = plan_model(scans(), mesh=TWO)
     assert mixed.replicated == ("layers.0.1.A_log", "layers.1.1.A_log")
     assert [unit.name for unit in mixed.units] == ["layers.0", "layers.1", "(root)"]
+    shared = plan_model(rotaries(), mesh=TWO)
+    assert [unit.name for unit in shared.units] == ["layers.0", "layers.1", "layers.2", "(root)"]
+    assert shared.replicated == ("layers.0.rotary.freqs",)
 
 
 @on_ranks(2)

@@ -75,6 +75,14 @@ def stage(number: int, dim: int = 8) -> nn.Module:
             ["(root)"],
         ),
         (lambda: nn.Linear(4, 4), ["(root)"]),
+        # Autograd drops FSDP2's hook on the view that a Linear returns and the ReLU changes.
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(True), nn.Linear(4, 4)), ["(root)"]),
+        # Attributes that a number tells apart; a stage of many small blocks.
+        (lambda: Model(down1=Block(), down2=Block()), ["down1", "down2", "(root)"]),
+        (
+            lambda: nn.Sequential(nn.Sequential(*blocks(9)), nn.Sequential(*blocks(2))),
+            ["0", "1.0", "1.1", "(root)"],
+        ),
         # Containers: dicts of blocks, Sequential stages, lists of lists, encoder and decoder.
         (
             lambda: Model(layers=nn.ModuleDict({"0": Block(), "1": Block()})),
