@@ -3,13 +3,33 @@
 While a parameter is sharded, FSDP2 registers a DTensor on its module. FSDP1 showed plain tensors,
 and its programs compute with them: norms by hand and an all-reduce, penalties, averages,
 ``p.data``. Here the module shows a plain ``nn.Parameter`` that shares storage with the DTensor's
-local tensor. FSDP2 keeps working with its DTensor and never sees the plain one:
+local tensor. FSDP2 keeps working with its DTensor and never sees the plain one. A parameter has
+three forms:
 
-- ``_setattr_on_modules`` registers the plain parameter in the place of the DTensor;
-- after a reduction, ``take_gradient`` moves the gradient from the DTensor to the plain parameter;
-- before a forward, ``follow`` gives the DTensor what the program did to the plain parameter.
+===================  ==================================  =================================
+form                 modules register it                 who uses it
+===================  ==================================  =================================
+``plain``            while it is sharded                 the program and its optimizer
+``sharded_param``    while it is sharded, in             FSDP2; our state functions, and
+                     ``as_dtensors``                     those of torch
+``_unsharded_param`` in forward and backward             the modules' forwards
+===================  ==================================  =================================
 
-Where our own state functions or torch's need DTensors, ``as_dtensors`` registers them for a while.
+and what happens to one form reaches the others here:
+
+=====================================  =========================================================
+when                                   what
+=====================================  =========================================================
+``fully_shard`` was called             ``attach``: the original parameter becomes ``plain``
+a gradient is reduced                  ``take_gradient``: from the DTensor to ``plain``
+``as_dtensors`` begins                 ``update_dtensor``, then ``hide``: modules have DTensors
+``as_dtensors`` ends, or the whole     ``show``: modules have ``plain``, with the values and
+model is sharded                       gradients of the DTensors
+before a forward of the root           ``update_dtensor``: what the program did to ``plain``
+after ``.to()``, ``load_state_dict``   ``reset_sharded_param``: ``update_dtensor``, or
+                                       ``convert`` for another dtype
+=====================================  =========================================================
+
 Private names of ``FSDPParam`` and ``FSDPParamGroup`` are those of torch 2.11 to 2.15.
 """
 
@@ -65,7 +85,7 @@ class PlainShard(FSDPParam):
         """Let the parameter that was sharded become the plain one; an optimizer may hold it."""
         local = self.sharded_param._local_tensor
         if original.is_meta or local.is_meta or has_own_dispatch(type(original)):
-            original = self.instead_of(original)
+            original = self.new_plain(original)
         original.data = self.flat(local)
         original.grad = None
         self.plain = original
@@ -75,20 +95,20 @@ class PlainShard(FSDPParam):
         # Weak, because torch does not let Python's collector see a hook: the model would stay.
         self.own_hooks = {0: partial(_take_gradient, ref(self))}
 
-    def instead_of(self, plain: nn.Parameter) -> nn.Parameter:
-        """Return another plain parameter with the hooks of ``plain``, which cannot be used."""
+    def new_plain(self, old: nn.Parameter) -> nn.Parameter:
+        """Return a plain parameter with the hooks of ``old``, whose own type or device is wrong."""
         local = self.sharded_param._local_tensor
-        made = nn.Parameter(local, local.is_floating_point() and plain.requires_grad)
-        hooks = post_accumulate_hooks(plain)
+        plain = nn.Parameter(local, local.is_floating_point() and old.requires_grad)
+        hooks = post_accumulate_hooks(old)
         if hooks:
-            set_post_accumulate_hooks(made, hooks)
-        return made
+            set_post_accumulate_hooks(plain, hooks)
+        return plain
 
     def show(self) -> None:
         """Register the plain parameter, with what the DTensor has."""
         sharded = self.sharded_param
         if self.plain.is_meta and not sharded.is_meta:  # the model was materialized after sharding
-            self.plain = self.instead_of(self.plain)
+            self.plain = self.new_plain(self.plain)
         # One dict of attributes for all forms of a parameter.
         vars(self.plain).update(vars(sharded))
         sharded.__dict__ = self.plain.__dict__
@@ -163,16 +183,16 @@ class PlainShard(FSDPParam):
         if not self.is_shown:
             super().reset_sharded_param()  # type: ignore[no-untyped-call]
             return
-        self.find_registered()
+        self.find_plain()
         if self.plain.dtype == self.sharded_param.dtype:
-            self.follow()
+            self.update_dtensor()
         else:
             self.convert()
 
-    # ---- before a forward
+    # ---- what the program did to the plain parameter
 
-    def find_registered(self) -> None:
-        """Take up another parameter that the program has put in the place of the plain one."""
+    def find_plain(self) -> None:
+        """Where the program has registered another parameter, take that one as the plain one."""
         if self.sharded_state is not ShardedState.SHARDED:
             return
         info = self._module_info
@@ -181,9 +201,9 @@ class PlainShard(FSDPParam):
             self.plain = registered
             self._setattr_on_modules(self.sharded_param)
 
-    def follow(self) -> None:
+    def update_dtensor(self) -> None:
         """Give the DTensor the values of another storage, and ``requires_grad``."""
-        self.find_registered()
+        self.find_plain()
         plain, local = self.plain, self.sharded_param._local_tensor
         if plain.data_ptr() != local.data_ptr() or plain.dtype != local.dtype:
             if plain.shape != self.flat(local).shape:
@@ -192,23 +212,24 @@ class PlainShard(FSDPParam):
                     f"{tuple(self.flat(local).shape)}. Write full values in "
                     "FSDP.summon_full_params(model)."
                 )
-            self.take_up()
+            self.copy_values()
         if plain.requires_grad != self.sharded_param.requires_grad:
             self.sharded_param.requires_grad_(plain.requires_grad)
             self.has_changed = True
 
     @torch.no_grad()
-    def take_up(self) -> None:
-        """Copy the plain parameter's values into new memory of the DTensor, as torch pads and pins
-        it, and share that. The program may still use the old one.
+    def copy_values(self) -> None:
+        """Copy the plain parameter's values into new memory of the DTensor, and share that. The
+        program may still use the old one.
         """
         sharded, registry = self.sharded_param, self._module_info.module._parameters
         values = self.plain.detach().to(sharded.dtype, copy=True)
         sharded._local_tensor = values.view(self.sharded_size)
-        registered = registry[self._module_info.param_name]
-        registry[self._module_info.param_name] = sharded
+        # torch pads and pins the local tensor of the parameter that is registered.
+        name = self._module_info.param_name
+        registered, registry[name] = registry[name], sharded
         super().reset_sharded_param()  # type: ignore[no-untyped-call]
-        registry[self._module_info.param_name] = registered
+        registry[name] = registered
         self.plain.data = self.flat(sharded._local_tensor)
 
     def convert(self) -> None:
@@ -224,7 +245,7 @@ class PlainShard(FSDPParam):
             del self._unsharded_param
             share_attributes(self)
             self.all_gather_outputs = []
-        self.take_up()
+        self.copy_values()
 
 
 def _take_gradient(weak: ref[PlainShard], sharded: nn.Parameter) -> None:
@@ -324,14 +345,14 @@ def plain_of_unsharded(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 
 @not_compiled
-def follow(units: Iterable[PlainUnit]) -> None:
+def update_dtensors(units: Iterable[PlainUnit]) -> None:
     """Let FSDP2 use what the program did to the plain parameters since the last forward. Local."""
     for unit in units:
         if not unit.shows_plain:
             continue
         has_changed = is_written = False
         for param in unit.fsdp_params:
-            param.follow()
+            param.update_dtensor()
             has_changed |= param.has_changed
             param.has_changed = False
             is_written |= param.version != param.plain._version
@@ -351,7 +372,7 @@ def as_dtensors(model: nn.Module) -> Iterator[dict[Tensor, PlainShard]]:
     Yields them by plain parameter.
     """
     units = [unit for unit in plain_units(model) if unit.shows_plain]
-    follow(units)
+    update_dtensors(units)
     shards: dict[Tensor, PlainShard] = {}
     for unit in units:
         unit.reshard()

@@ -68,21 +68,25 @@ def reset_iteration(root: Any) -> None:
         reset_iter_state(root)
 
 
-def drop_unreduced_gradients(unit: FSDPUnit, params: Iterable[Any] | None = None) -> None:
-    """Drop the gradients of a unit, or of some of its ``fsdp_params``, that backward kept to be
-    reduced later.
+def drop_unreduced_gradients(unit: FSDPUnit) -> None:
+    """Drop the gradients of a unit that backward kept to be reduced later. Local."""
+    # On an HSDP mesh what was reduce-scattered for the whole unit waits for the all-reduce, with
+    # its layout (since torch 2.15).
+    unit._partial_reduce_output = None
+    getattr(unit, "_partial_reduce_output_layout", {}).clear()
+    for param in unit.fsdp_params:
+        drop_unsharded_gradient(param)
 
-    They are on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an
-    HSDP mesh what was reduce-scattered for the whole unit before the all-reduce, with its layout
-    (since 2.15).
+
+def drop_unsharded_gradient(param: Any) -> None:
+    """Drop the gradient of one of a unit's ``fsdp_params`` that is not reduce-scattered. Local.
+
+    It is on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15).
     """
-    for param in unit.fsdp_params if params is None else params:
-        unit._partial_reduce_output = None
-        getattr(unit, "_partial_reduce_output_layout", {}).clear()
-        if "unsharded_accumulated_grad" in vars(param):
-            param.unsharded_accumulated_grad = None
-        if hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = None
+    if "unsharded_accumulated_grad" in vars(param):
+        param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
 
 
 def compute_dtypes(model: nn.Module) -> set[torch.dtype]:

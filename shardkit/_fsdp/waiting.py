@@ -9,7 +9,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from shardkit._fsdp import not_compiled
 from shardkit._fsdp.collectives import has_gradient
-from shardkit._fsdp.states import PLACEHOLDER, drop_unreduced_gradients
+from shardkit._fsdp.states import (
+    PLACEHOLDER,
+    drop_unreduced_gradients,
+    drop_unsharded_gradient,
+)
 from shardkit._torch import local_tensor, with_local
 
 
@@ -40,19 +44,27 @@ class WaitingUnit(FSDPParamGroup):
         super().post_backward()
 
     def drop_cleared(self) -> None:
+        """Drop what waits for the parameters whose ``.grad`` the program has cleared."""
         waiting, self.waiting = self.waiting, []
         cleared = []
         for param, grad, note in waiting:
             if self.was_cleared(param, grad, note):
                 cleared.append(param)
-        if self._partial_reduce_output is not None and 0 < len(cleared) < len(waiting):
+        if self._partial_reduce_output is None:
+            for param in cleared:
+                drop_unsharded_gradient(param)
+            return
+
+        # Reduce-scattered already: one tensor has the gradients of the whole unit.
+        if 0 < len(cleared) < len(waiting):
             raise RuntimeError(
                 f"Only {len(cleared)} of {len(waiting)} gradients of a unit were cleared while "
                 "they wait for the all-reduce of HSDP, which has them in one tensor. Call "
                 "shardkit.zero_grad(model), which drops all of them."
             )
         unit: Any = self
-        drop_unreduced_gradients(unit, cleared)
+        if cleared:
+            drop_unreduced_gradients(unit)
 
 
 class ClearableUnit(WaitingUnit):

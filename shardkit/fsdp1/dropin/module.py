@@ -24,7 +24,7 @@ from shardkit._fsdp.fsdp1 import (
     asked_by_checkpoint,
     optimizers_in_backward,
 )
-from shardkit._fsdp.plain import as_dtensors, follow, plain_of_unsharded, plain_units
+from shardkit._fsdp.plain import as_dtensors, plain_of_unsharded, plain_units, update_dtensors
 from shardkit.fsdp1.dropin import clip, guards, optim_state, state
 from shardkit.fsdp1.dropin.construct import shard_and_wrap
 from shardkit.fsdp1.dropin.record import (
@@ -139,7 +139,7 @@ class FullyShardedDataParallel(nn.Module):
         record = record_of(self)
         if record.is_root:
             self._begin()
-            follow(record.units)
+            update_dtensors(record.units)
         return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
 
     @_fsdp.not_compiled

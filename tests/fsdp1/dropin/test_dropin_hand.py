@@ -181,6 +181,7 @@ def test_a_step_while_a_gradient_waits_is_refused():
         with pytest.raises(ShardkitError, match=r"AdamW.step.* gradients of 0.weight, 0.bias, 2"):
             optimizer.step()
         other.step()
+    FSDP.optim_state_dict(model, optimizer)
     with pytest.raises(ShardkitError, match="Run the last backward outside of no_sync"):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
