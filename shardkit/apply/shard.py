@@ -101,8 +101,19 @@ def plan_and_apply(
         del states  # or it would keep the full parameters
 
     # 5. Shard, and prepare what runs in training.
+    shard_for_training(model, plan, mesh)
+    return model
+
+
+def shard_for_training(
+    model: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    before: Callable[[ShardUnit], object] | None = None,
+) -> None:
+    """Call ``shard_units``, and prepare what runs in training: hooks, forward methods, warnings."""
     with replacing(model):
-        shard_units(model, plan, mesh)
+        shard_units(model, plan, mesh, before=before)
     install_hooks(model, plan.forward_methods)
     if plan.ignored:
         from shardkit.runtime.replicated import unreduced_problem
@@ -119,7 +130,6 @@ def plan_and_apply(
         from shardkit.watching.watcher import watch_script  # on request only
 
         watch_script(model, setting)
-    return model
 
 
 def plan_facts(plan: ShardingPlan) -> dict[str, Any]:

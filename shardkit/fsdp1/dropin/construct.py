@@ -52,21 +52,22 @@ def shard_and_wrap(
     ensure_process_group()
     given = _with_node(given)
     precision = _precision(given)
-    # The outermost wrappers at and below the module, which this call makes inner ones.
-    wrapped_before = {}
+    # Programs wrap from the inside out: in FSDP(Sequential(FSDP(a), b)) the call for a has sharded
+    # it, as a root. This call shards the rest, b, and makes the wrapper of a an inner one.
+    roots_below = {}
     for fqn, child in module.named_modules():
         if is_wrapper(child) and record_of(child).is_root:
-            wrapped_before[fqn] = child
+            roots_below[fqn] = child
 
     # FSDP1 allows two wrappers around one module, and modules without parameters. There is nothing
     # to shard then: the wrapper only becomes the root of what is wrapped below it.
     if is_wrapper(module) or next(module.parameters(), None) is None:
         mesh = build_mesh(MeshSpec.sharded(dist.get_world_size()))
-        for wrapper in wrapped_before.values():
-            _no_longer_root(wrapper, casts=precision.cast_root_forward_inputs)
+        for wrapper in roots_below.values():
+            _make_inner(wrapper, casts=precision.cast_root_forward_inputs)
         return Record(given, mesh, is_root=True, precision=precision)
 
-    def after(unit: ShardUnit, originals: dict[str, nn.Parameter]) -> None:
+    def make_plain(unit: ShardUnit, originals: dict[str, nn.Parameter]) -> None:
         by_slot = {}
         for fqn, original in originals.items():
             owner, _, name = fqn.rpartition(".")
@@ -74,23 +75,23 @@ def shard_and_wrap(
         sharded: Any = module.get_submodule(unit.modules[0])
         to_plain(sharded, by_slot)
 
-    # Plain parameters of what is wrapped below differ in shape between ranks.
+    # What is wrapped below shows DTensors here: plain parameters differ in shape between ranks.
     with as_dtensors(module):
         translation, mesh = shard_translated(
             module,
-            lambda: make_translation(module, given, list(wrapped_before)),
+            lambda: make_translation(module, given, list(roots_below)),
             groups_to_agree(given.process_group, given.device_mesh),
             _shared_mesh,
             any_start=True,
-            after=after,
+            after=make_plain,
         )
     show_plain(module)
-    for wrapper in wrapped_before.values():
-        _no_longer_root(wrapper)
+    for wrapper in roots_below.values():
+        _make_inner(wrapper)
     record = Record(given, mesh, is_root=True, precision=precision)
 
     # Cast the buffers that no call before has cast, and remember their dtypes for state dicts.
-    below = tuple(f"{fqn}." for fqn in wrapped_before)
+    below = tuple(f"{fqn}." for fqn in roots_below)
     dtypes = {}
     for name, dtype in translation.buffer_dtypes.items():
         if not name.startswith(below):
@@ -105,8 +106,10 @@ def shard_and_wrap(
     return record
 
 
-def _no_longer_root(wrapper: nn.Module, casts: bool = False) -> None:
-    """FSDP1's root stays unsharded after forward and has its own setting for casting inputs."""
+def _make_inner(wrapper: nn.Module, casts: bool = False) -> None:
+    """Undo for a root what FSDP1 has for roots only: it stays unsharded after forward, and casts
+    inputs by a setting of its own.
+    """
     record, sharded = record_of(wrapper), inner_of(wrapper)
     record.is_root = False
     if isinstance(sharded, FSDPModule):

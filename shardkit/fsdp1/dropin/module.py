@@ -204,18 +204,19 @@ class FullyShardedDataParallel(nn.Module):
         parameters once a step. Until they are reduced ``p.grad`` is zeros, where FSDP1 showed full
         gradients; ``zero_grad()`` drops them. Local.
         """
-        self._begin()
-        units = plain_units(self)
+        if record_of(self).is_root:
+            self._begin()
         reshards = record_of(self).strategy.name in RESHARDING
-        for unit in units:
+        before = []
+        for unit in plain_units(self):
+            before.append((unit, unit.reduce_grads, unit.reshard_after_backward))
             unit.reduce_grads = False
             unit.reshard_after_backward = reshards
         try:
             yield
         finally:
-            for unit in units:
-                unit.reduce_grads = True
-                unit.reshard_after_backward = True
+            for unit, reduces, reshards in before:
+                unit.reduce_grads, unit.reshard_after_backward = reduces, reshards
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:

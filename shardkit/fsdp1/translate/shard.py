@@ -20,7 +20,7 @@ from shardkit._torch import real_tensors
 from shardkit.apply.broadcast import broadcast_from_first, check_can_broadcast
 from shardkit.apply.init_sync import check_same_start, state_facts, states_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group
-from shardkit.apply.shard import plan_facts, shard_units
+from shardkit.apply.shard import plan_facts, shard_for_training, shard_units
 from shardkit.apply.validate import check_plan
 from shardkit.errors import PlanError, TranslationError, listing
 from shardkit.fsdp1.translate.notes import Note
@@ -128,8 +128,8 @@ def shard_translated(
     """Shard ``model`` in place by a translation; return that and the mesh. Buffers are not cast.
 
     Collective over ``groups``. An error of ``make_translation`` on one rank is raised on all. With
-    ``any_start`` ranks may start from different values, as in FSDP1. ``after`` is called with each
-    unit when it is sharded.
+    ``any_start`` ranks may start from different values, as in FSDP1. The drop-in passes ``after``,
+    which is called with each unit when it is sharded, and installs its own hooks.
     """
     ensure_process_group()
     with real_tensors():
@@ -137,10 +137,10 @@ def shard_translated(
         with raise_on_all_ranks(groups, PlanError):
             translation = make_translation()
             _check(model, translation)
-            recorded = translation.param_init_fn is None and is_recorded(model)
+            can_replay = translation.param_init_fn is None and is_recorded(model)
             facts = _facts(model, translation, any_start)
         check_equal(facts, groups, PlanError)
-        (some_unrecorded,) = max_over_ranks([int(not recorded)], groups)
+        (some_cannot,) = max_over_ranks([int(not can_replay)], groups)
         if not any_start and not translation.sync_module_states:
             check_same_start(model, translation.plan, groups)
         mesh = (make_mesh or mesh_for)(translation)
@@ -148,9 +148,13 @@ def shard_translated(
     # Where every rank recorded the model under init_on_meta, it gets its values after sharding, by
     # replay. Else no rank replays, and each unit gets its values right before it is sharded: with
     # sync_module_states the first rank may have built the model outside of init_on_meta.
-    before = _UnitInitializer(model, translation, mesh) if some_unrecorded else None
-    shard_units(model, translation.plan, mesh, before=before, after=after)
-    if not some_unrecorded:
+    all_replay = not some_cannot
+    initialize_unit = None if all_replay else _UnitInitializer(model, translation, mesh)
+    if after is None:
+        shard_for_training(model, translation.plan, mesh, before=initialize_unit)
+    else:
+        shard_units(model, translation.plan, mesh, before=initialize_unit, after=after)
+    if all_replay:
         materialize(model)
     reduce_unused(model.modules(), beside_used=True)
     return translation, mesh
@@ -251,7 +255,8 @@ class _UnitInitializer:
         self._translation = translation
         self._mesh = mesh
         self._ignored = translation.ignored_in(model)
-        self._broadcast: set[Tensor] = set()  # buffers, which units inside of others share
+        # buffers and replicated parameters, which units inside of others share
+        self._broadcast: set[Tensor] = set()
 
     def __call__(self, unit: ShardUnit) -> None:
         """Collective with ``sync_module_states``, else local."""
@@ -262,11 +267,10 @@ class _UnitInitializer:
             if any(map(_on_meta, modules)):
                 self._initialize(modules)
                 self._tie(unit)
-            states: dict[str, Tensor] = self._buffers_of(unit) if syncs else {}
-            dtypes = {}
+            states: dict[str, Tensor] = self._unsharded_of(unit) if syncs else {}
             for fqn in unit.params:
                 states[fqn] = self._model.get_parameter(fqn)
-                dtypes[f"dtype of {fqn}"] = str(states[fqn].dtype)
+            dtypes = {f"dtype of {name}": str(state.dtype) for name, state in states.items()}
             on_meta = [name for name, state in states.items() if state.is_meta]
             if on_meta:
                 raise TranslationError(
@@ -310,13 +314,19 @@ class _UnitInitializer:
                 param = self._model.get_parameter(spec.fqn)
                 setattr(self._model.get_submodule(owner), name, param)
 
-    def _buffers_of(self, unit: ShardUnit) -> dict[str, Tensor]:
-        """Return the buffers at and below the unit, also ignored ones, that no unit before had."""
-        buffers: dict[str, Tensor] = {}
+    def _unsharded_of(self, unit: ShardUnit) -> dict[str, Tensor]:
+        """Return the buffers at and below the unit, also ignored ones, and the replicated
+        parameters, that no unit before had.
+        """
+        states: dict[str, Tensor] = {}
         for fqn in unit.modules:
             module = self._model.get_submodule(fqn)
-            for name, buffer in sorted(module.named_buffers(prefix=fqn)):
-                if buffer not in self._broadcast:
-                    self._broadcast.add(buffer)
-                    buffers[name] = buffer
-        return buffers
+            named = sorted(module.named_buffers(prefix=fqn))
+            for name, param in module.named_parameters(prefix=fqn):
+                if name in self._translation.plan.replicated:
+                    named.append((name, param))
+            for name, state in named:
+                if state not in self._broadcast:
+                    self._broadcast.add(state)
+                    states[name] = state
+        return states

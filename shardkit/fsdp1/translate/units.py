@@ -39,15 +39,18 @@ def plan_from_units(
             f"{listing(uncalled, 6)}: has no forward, so the unit around it owns its parameters"
         )
 
-    skipped = set(ignored)
-    selections, tie_notes = join_ties(tree, selections, skipped)
+    ignored = set(ignored)
+    replicated = tree.unshardable()
+    selections, tie_notes = join_ties(tree, selections, ignored | replicated)
     for selection in selections:
         if len(selection.modules) > 1:
             names = listing(node.fqn for node in selection.modules)
             notes.append(f"{names}: share a parameter, so are one unit")
-    selections, _, dtype_notes = split_dtypes(tree, selections, skipped)
+    selections, mixed, dtype_notes = split_dtypes(tree, selections, ignored | replicated)
+    replicated |= mixed
 
-    owned, _ = assign(tree, [selection.modules for selection in selections], skipped)
+    modules = [selection.modules for selection in selections]
+    owned, _ = assign(tree, modules, ignored | replicated)
     kept, empty = [], []
     for selection, params in zip(selections, owned, strict=True):
         policy = selection.overrides.get("mp_policy")
@@ -63,8 +66,8 @@ def plan_from_units(
         mesh,
         kept,
         Overrides(),
-        ignored=skipped,
-        replicated=tree.unshardable(),
+        ignored=ignored,
+        replicated=replicated,
         prefetch=prefetch,
         notes=[*notes, *tie_notes, *dtype_notes],
     )

@@ -196,6 +196,23 @@ def test_a_step_while_a_gradient_waits_is_refused():
 
 
 @on_ranks(2)
+def test_no_sync_inside_no_sync_and_of_an_inner_wrapper():
+    plain, model = net(), wrapped()
+    with model[0].no_sync():  # the first forward still begins at the root
+        pass
+    with model.no_sync():
+        with model.no_sync():
+            pass
+        model(inputs(0)).sum().backward()
+        assert not any(param.grad.any() for param in model.parameters())
+    model(inputs(1)).sum().backward()
+    for seed in (0, 1):
+        plain(inputs(seed)).sum().backward()
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(model.clip_grad_norm_(1e9), wanted)
+
+
+@on_ranks(2)
 def test_conversions():
     model = wrapped()
     model(inputs(0)).sum().backward()

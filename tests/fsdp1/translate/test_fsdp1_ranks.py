@@ -2,6 +2,7 @@
 errors on all.
 """
 
+import copy
 import functools
 
 import pytest
@@ -16,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from shardkit import PlanError, init_on_meta
+from shardkit import PlanError, ShardkitError, init_on_meta
 from shardkit.errors import TranslationError
+from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import shard_like_fsdp1, translate_fsdp1
 from shardkit.testing import assert_same_on_all_ranks
 
@@ -46,6 +48,22 @@ def assert_states(model, expected):
     assert own.keys() == expected.keys()
     for name, state in expected.items():
         assert torch.equal(own[name], state), name
+
+
+class Scaled(nn.Module):
+    """A layer times a number, which is replicated; ``generate`` reads a parameter of the root."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(scale))
+        self.out = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        return self.scale * self.layer(x) @ self.out
+
+    def generate(self, x):
+        return x @ self.out
 
 
 def mesh_of(model):
@@ -168,6 +186,27 @@ def test_one_real_rank_and_meta_elsewhere(strategy):
     assert max(whole, default=0) <= largest
 
 
+@pytest.mark.parametrize("shard", [shard_like_fsdp1, FSDP])
+@pytest.mark.parametrize("others", ["cpu", "meta"])
+@on_ranks(2)
+def test_replicated_parameters_are_those_of_the_first_rank_too(shard, others):
+    device = others if dist.get_rank() else "cpu"
+    with torch.device(device):
+        model = nn.Sequential(*(Scaled(1.0 + dist.get_rank()) for _ in range(2)))
+
+    def make_room(module):
+        module.to_empty(device="cpu", recurse=False)
+
+    shard(
+        model,
+        sync_module_states=True,
+        auto_wrap_policy=ModuleWrapPolicy({Scaled}),
+        param_init_fn=make_room if device == "meta" else None,
+    )
+    scales = [param.item() for param in model.parameters() if param.ndim == 0]
+    assert scales == [1.0, 1.0]
+
+
 @on_ranks(4)
 def test_meta_models_are_reset_as_fsdp1_resets_them():
     class Net(nn.Module):
@@ -234,6 +273,32 @@ def test_the_code_of_a_translation_broadcasts_the_values_of_the_first_rank():
     model = built(float(dist.get_rank()))
     exec(compile(translation.to_python(), "translated", "exec"), {"model": model})
     assert_states(model, states(built(0.0)))
+
+
+# Training.
+
+
+@on_ranks(2)
+def test_what_runs_in_training_is_as_after_shard_model():
+    torch.manual_seed(0)
+    plain = Scaled()
+    model = copy.deepcopy(plain)
+    replaced = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard_like_fsdp1(model, auto_wrap_policy={nn.Linear})
+    with torch.no_grad():
+        assert torch.equal(model.generate(torch.ones(2, 4)), plain.generate(torch.ones(2, 4)))
+    outputs = []
+    for either in (plain, model):
+        optimizer = torch.optim.SGD(either.parameters(), lr=0.1)
+        either(torch.ones(2, 4)).sum().backward()
+        if either is model:
+            with pytest.raises(ShardkitError, match="that sharding has replaced"):
+                replaced.step()
+        with torch.no_grad():
+            either(torch.ones(2, 4))  # leaves the root unsharded, with values of before the step
+        optimizer.step()
+        outputs.append(either(torch.ones(2, 4)))
+    torch.testing.assert_close(*outputs)
 
 
 # Errors.

@@ -284,6 +284,31 @@ def test_what_fsdp2_cannot_have_is_repaired_and_noted():
     assert "layers.0.norm" in [unit.name for unit in mixed.plan.units]
 
 
+def test_parameters_that_no_unit_can_have_are_replicated():
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.decay = nn.Parameter(torch.ones(4, dtype=BF16))
+
+        def forward(self, x):
+            return x @ self.weight * self.decay
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x * self.factor
+
+    plan = translate_fsdp1(nn.Sequential(Mixer(), Scale()), auto_wrap_policy={Mixer, Scale}).plan
+    assert plan.replicated == ("0.decay", "1.factor")
+    assert [unit.name for unit in plan.units] == ["0", "(root)"]
+    assert any("0.decay" in note and "are replicated" in note for note in plan.notes)
+    assert any("1: without parameters of its own" in note for note in plan.notes)
+
+
 # Errors.
 
 
