@@ -174,8 +174,8 @@ def plan_of(
     specs = dict(tree.specs)
     unsplit = set(tree.unsplit)
     for unit in units:
-        if unit.mesh and mesh.parts(unit.mesh) > 1:  # experts, which the model has split
-            unsplit.update(unit.params)
+        if unit.mesh and mesh.parts(unit.mesh) > 1:  # experts, which the model has split on dim 0
+            unsplit.difference_update(unit.params)
             for fqn in unit.params:
                 specs[fqn] = specs[fqn]._replace(tensor_parallel=True)
 
