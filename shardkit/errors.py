@@ -10,7 +10,9 @@ class ShardkitError(Exception):
 
 
 class PlanError(ShardkitError, ValueError):
-    """A model, a rule, a mesh or a plan that cannot be sharded as asked. Nothing was changed."""
+    """A model, a rule, a mesh or a plan that cannot be sharded as asked. Nothing was changed,
+    unless the message says that torch failed with the model sharded in part.
+    """
 
 
 class TranslationError(ShardkitError, ValueError):

@@ -52,7 +52,8 @@ def apply_plan(
     Raises:
         PlanError: the plan is not consistent, does not fit the model or the mesh, or differs
             between ranks, or ranks start from different values. Raised on every rank, with the
-            model unchanged.
+            model unchanged. Where torch itself refuses a unit, the model is sharded in part, and
+            the error says so.
     """
     return plan_and_apply(model, lambda: plan, mesh, sync_module_states)
 
@@ -166,14 +167,14 @@ def shard_units(
     # The ranks agree that all has worked once, after all units; after each unit where ranks wait
     # for each other inside: in ``before``, and in fully_shard where it makes process groups for an
     # int to reshard to.
-    rounds = [plan.units]
-    if before is not None or any(is_world_size(unit.reshard_after_forward) for unit in plan.units):
-        rounds = [(unit,) for unit in plan.units]
+    makes_groups = any(is_world_size(unit.reshard_after_forward) for unit in plan.units)
+    agrees_after_each_unit = before is not None or makes_groups
+    rounds = [(unit,) for unit in plan.units] if agrees_after_each_unit else [plan.units]
     for units in rounds:
         if before is not None:
             before(units[0])
         with raise_on_all_ranks(groups, PlanError):
-            ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
+            ignored = {model.get_parameter(fqn) for fqn in plan.not_in_units}
             for unit in units:
                 params = _shard_unit(model, unit, meshes[unit.mesh], ignored)
                 if after is not None:

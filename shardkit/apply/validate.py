@@ -99,7 +99,7 @@ def _wrong_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     units = []
     for unit in plan.units:
         units.append([tree.node(fqn) for fqn in unit.modules])
-    owned, in_several = assign(tree, units, set(plan.unsharded))
+    owned, in_several = assign(tree, units, set(plan.not_in_units))
     if in_several:
         yield from (tie_problem(tree, fqn) for fqn in in_several)
         return

@@ -257,7 +257,7 @@ class _Rank:
                 self.parameters += size.shard
                 self.states += size.optimizer
         elements = trained = 0
-        for fqn in plan.unsharded:
+        for fqn in plan.not_in_units:
             if fqn in plan.specs:
                 spec = plan.specs[fqn].local
                 self.parameters += spec.nbytes

@@ -188,6 +188,7 @@ def _fewest_blocks(plan: ShardingPlan, blocks: list[str], policy: str | bool, fi
     def fits_with(count: int) -> bool:
         return fits(changed(plan, blocks[:count], checkpoint_activations=policy))
 
+    # the first count for which it is True; all, if for none
     return 1 + bisect_left(range(1, len(blocks)), True, key=fits_with)
 
 
@@ -206,6 +207,7 @@ def _keep_unsharded(plan: ShardingPlan, fits: Fits) -> tuple[str, ShardingPlan]:
     def exceeds(count: int) -> bool:
         return not fits(with_kept(count))
 
+    # the first count for which it is True is one more than may stay
     count = bisect_left(range(1, len(names) + 1), True, key=exceeds)
     what = f"{count} of {len(names)} units kept unsharded" if count else ""
     return what, with_kept(count)

@@ -137,7 +137,8 @@ class Step:
 
     def _mixed(self, plan: ShardingPlan) -> Trace | None:
         """Put the trace of a plan whose blocks differ in policy together from those in which all
-        have the same, so that few are measured. None where that is not possible.
+        have the same, so that few are measured. None where that is not possible, or where all have
+        the same, which is what ends the recursion.
         """
         chosen = {unit.name: unit.checkpoint_activations for unit in plan.units}
         policies = sorted({chosen[name] for name in self.blocks}, key=str)
@@ -212,11 +213,12 @@ def changed(
 
 
 def resharded(plan: ShardingPlan, to: bool | int = True) -> ShardingPlan:
-    """Return the plan in which units that reshard after forward do so fully, or to that many ranks,
-    which torch does on dim 0 only.
+    """Return the plan in which blocks, and other units that reshard after forward, do so fully, or
+    to that many ranks, which torch does on dim 0 only.
     """
     names = []
     for unit in plan.units:
-        if unit.reshard_after_forward is not False and (to is True or not unit.shard_dims):
+        reshards = bool(unit.blocks) or unit.reshard_after_forward is not False
+        if reshards and (to is True or not unit.shard_dims):
             names.append(unit.name)
     return changed(plan, names, reshard_after_forward=to)

@@ -39,7 +39,7 @@ class ShardingPlan(PlanData):
         params: what is known of each parameter of the model, in the model's order.
         ignored: FQNs of the parameters that are left alone: not sharded, moved or reduced.
         replicated: FQNs of the parameters that cannot be sharded, such as scalars and empty ones,
-            and of the modules of modules in ``replicate=``. Every rank holds them on the mesh's
+            and those of modules in ``replicate=``. Every rank holds them on the mesh's
             device in their stored dtype, and their gradients are reduced over the whole mesh.
         prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one
             ahead.

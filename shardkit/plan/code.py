@@ -132,9 +132,9 @@ def _setup(plan: PlanData) -> list[str]:
         for fqn, dim in dims:
             code.append(f"    model.get_parameter({fqn!r}): Shard({dim}),")
         code.append("}")
-    if plan.unsharded:
+    if plan.not_in_units:
         code.append(
-            f"ignored_params = {{model.get_parameter(name) for name in {list(plan.unsharded)}}}"
+            f"ignored_params = {{model.get_parameter(name) for name in {list(plan.not_in_units)}}}"
         )
     if plan.replicated:
         code.append(f"replicated = [model.get_parameter(name) for name in {list(plan.replicated)}]")
@@ -168,7 +168,7 @@ def _calls(plan: PlanData, unit: ShardUnit) -> list[str]:
     if unit.offloads:
         pin_memory = unit.offload_policy.pin_memory  # type: ignore[attr-defined]
         arguments.append(f"offload_policy=fsdp.CPUOffloadPolicy(pin_memory={pin_memory})")
-    if plan.unsharded:
+    if plan.not_in_units:
         arguments.append("ignored_params=ignored_params")
     if unit.shard_dims:
         arguments.append("shard_placement_fn=placements.get")

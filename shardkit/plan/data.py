@@ -60,7 +60,7 @@ class PlanData:
         return {spec.fqn: spec for spec in self.params}
 
     @property
-    def unsharded(self) -> tuple[str, ...]:
+    def not_in_units(self) -> tuple[str, ...]:
         """The parameters that no unit owns: ignored or replicated."""
         return (*self.ignored, *self.replicated)
 

@@ -238,12 +238,12 @@ class ShardUnit:
         mp_policy: torch's own class; in a plan, ``reduce_dtype=None`` beside a ``param_dtype``
             becomes the dtype of the unit's trainable parameters.
         offload_policy: torch's own class.
-        checkpoint_activations: recompute the forward of each of ``blocks`` in backward;
+        checkpoint_activations: recompute the forward of each module in backward;
             ``"selective"`` keeps attention and every other matrix product, ``"module:function"``
             what that policy keeps.
-        compile: compile the forward of each of ``blocks``, after checkpointing and before sharding.
-        blocks: FQNs of what these two apply to, the modules or blocks inside them; empty is
-            ``modules``, where a rule asks for it.
+        compile: compile the forward of each module, after checkpointing and before sharding.
+        blocks: ``modules`` where the whole model's choice of these two applies to the unit, a
+            module with submodules; else empty, and only a rule of its own can ask for them.
         shard_dims: the parameters that are not sharded on dim 0, as pairs ``(fqn, dim)`` in the
             order of ``params``; a mapping is converted. The shard axis must divide their sizes.
         mesh: the axis that this unit is sharded on, where not on all that shard: experts that the

@@ -124,7 +124,9 @@ def _small_shared(tree: ModelTree) -> set[str]:
 
 
 def _without(selections: list[Selection], replicated: set[ModuleNode]) -> list[Selection]:
-    """Leave out modules without sharded parameters, such as the norm of [norm, head]."""
+    """Leave out replicated modules, such as the norm of [norm, head]. The root stays a unit, since
+    a plan ends with it, even where a rule names it.
+    """
     kept = []
     for selection in selections:
         modules = tuple(node for node in selection.modules if node not in replicated)

@@ -79,6 +79,9 @@ def default_units(tree: ModelTree) -> list[Selection]:
 def find_blocks(tree: ModelTree) -> list[ModuleNode]:
     """Return the modules that repeat in lists, in order; of nested ones the
     innermost whole ones.
+
+    Of a decoder its layers; of a ConvNeXt, whose stages repeat too, the blocks of each stage; of an
+    Inception each module with branches, which are no stage.
     """
     items = _list_items(tree)
     listed = Counter(type(node.module) for node in items)

@@ -256,7 +256,7 @@ def assign(
 
     A unit owns what is in its modules and in no unit inside, in torch's order: children before
     parents. A tied parameter, or one of a shared module, may so be in several units, which torch
-    would give to the first: the others would run without it.
+    would give to the first: the others would run without it. Callers join these units or refuse.
     """
     around = units_around(tree, units)
     owned: list[list[str]] = [[] for _ in units]

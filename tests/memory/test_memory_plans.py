@@ -217,6 +217,10 @@ def test_the_order_of_a_budget():
     full = r"[1-5] of 6 blocks checkpointed in full, the others selectively"
     assert re.match(full, chosen(int(0.75 * sharded)).name)
     assert chosen(int(0.9 * sharded)) == chosen(int(0.9 * sharded))
+    kept = plan_model(model, mesh=MeshSpec.sharded(16), reshard_after_forward=False)
+    start = plan_for_budget(model, "1GiB", kept, batch=TOKENS, loss=mean).weighed[0]
+    assert start.name == "everything sharded"
+    assert all(unit.reshard_after_forward for unit in start.plan.units if unit.blocks)
     with pytest.raises(
         PlanError, match=r"budget of .* is too little: .* still peaks at .*Use a smaller batch"
     ):
