@@ -141,7 +141,7 @@ def without_data() -> Iterator[None]:
         return _part_sum(memory, box, location) if location.file.name == save.STATE else 0
 
     def equal_on_all(numbers: Mapping[str, int | None], groups: Any) -> set[str]:
-        return _equal_on_all(numbers, groups) & {"tensors", "has quantized"}
+        return _equal_on_all(numbers, groups) & {"tensors", "number of quantized"}
 
     _write_all, _read_all = byte_ranges.write_all, byte_ranges.read_all
     _write_parts, _equal_on_all = save.write_parts, save._equal_on_all

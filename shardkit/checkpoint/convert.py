@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardkit.checkpoint.byte_ranges import flush_directory
+from shardkit.checkpoint.byte_ranges import flush_directory, flush_file
 from shardkit.checkpoint.dcp import ALONE
 from shardkit.checkpoint.directory import draft_of
 from shardkit.checkpoint.load import open_checkpoint
@@ -50,6 +50,7 @@ def convert_checkpoint(src: str | os.PathLike[str], dst: str | os.PathLike[str])
     shutil.rmtree(draft, ignore_errors=True)
     if place.suffix in SUFFIXES:
         torch.save(_tree(source), draft)
+        flush_file(draft)
     else:
         writer = FileSystemWriter(draft, sync_files=True)
         with warnings.catch_warnings():

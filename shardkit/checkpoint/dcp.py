@@ -69,7 +69,7 @@ class DcpDirectory:
             for step in outer:
                 inner = inner.setdefault(step, {})
             inner[last] = value
-        self.contents = contents_of(tree, str(directory))
+        self.contents = contents_of(tree)
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a

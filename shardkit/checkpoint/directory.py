@@ -67,11 +67,9 @@ def find(path: Path) -> Path:
 # ---- write: the first rank -----------------------------------------------------------------------
 
 
-def prepare(path: Path, overwrite: bool, keep: int | None = None) -> None:
-    """Raise unless a checkpoint may be written to ``path``; clear what killed saves left.
-
-    They left it beside ``path``, and with ``keep`` beside the other checkpoints of its family. It
-    is cleared before anything is written, for the disk may be full of it.
+def prepare(path: Path, overwrite: bool) -> None:
+    """Raise unless a checkpoint may be written to ``path``; clear what killed saves left beside it:
+    the disk may be full of it.
     """
     put_back(path)
     if not is_vacant(path):
@@ -89,10 +87,6 @@ def prepare(path: Path, overwrite: bool, keep: int | None = None) -> None:
                 "would delete them. Move them, or use another path."
             )
     clear(path)
-    if keep is not None:
-        for draft in path.parent.glob(".*.tmp"):
-            if _family(draft.name) == _family(draft_of(path).name):
-                shutil.rmtree(draft, ignore_errors=True)
 
 
 def put_back(path: Path) -> None:
@@ -106,7 +100,8 @@ def clear(path: Path) -> None:
     shutil.rmtree(draft_of(path), ignore_errors=True)
     if replaced_of(path).exists() and not is_vacant(path):
         # Renamed first: of a kill while it is deleted a draft is left, never half a checkpoint.
-        os.rename(replaced_of(path), draft_of(path))
+        with suppress(OSError):  # the draft could not be deleted: the next save tries again
+            os.rename(replaced_of(path), draft_of(path))
         shutil.rmtree(draft_of(path), ignore_errors=True)
 
 
@@ -115,7 +110,8 @@ def _family(name: str) -> str:
 
 
 def _foreign_files(path: Path) -> list[str]:
-    return sorted(set(os.listdir(path)) - {MANIFEST, *read_manifest(path)["files"]})
+    files = read_manifest(path, check_files=False)["files"]
+    return sorted(set(os.listdir(path)) - {MANIFEST, *files})
 
 
 def commit(path: Path, files: Mapping[str, tuple[int, int]], world_size: int) -> None:
@@ -173,7 +169,7 @@ def rotate(path: Path, keep: int) -> None:
 # ---- read ----------------------------------------------------------------------------------------
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path, check_files: bool = True) -> dict[str, Any]:
     """Return the manifest of a checkpoint; raise if it, or the size of a file, is not as it was
     written. Local.
 
@@ -184,8 +180,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             raise ValueError(f"there is no file {MANIFEST}")
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes())
         int(manifest["created"])
-        files = manifest["files"].items() if manifest["shardkit_checkpoint"] == VERSION else ()
-        for name, (size, _) in files:
+        check_files = check_files and manifest["shardkit_checkpoint"] == VERSION
+        for name, (size, _) in manifest["files"].items() if check_files else ():
             info = os.lstat(directory / name)
             if Path(name).name != name or not stat.S_ISREG(info.st_mode) or info.st_size != size:
                 raise ValueError(f"{name} is not a file of {size:,} bytes")
@@ -193,7 +189,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} is not a complete checkpoint ({type(error).__name__}: {error}). Load an "
             "earlier one: latest_checkpoint() of the directory above returns the newest complete "
-            "one."
+            "one. To save under this name, delete it."
         ) from error
     return manifest
 
@@ -225,7 +221,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
     checkpoints = []
     for name in names:
         if not name.startswith("."):
-            with suppress(CheckpointError):
+            with suppress(CheckpointError, OSError):  # such as lost+found, which cannot be read
                 manifest = read_manifest(find(root / name))
                 checkpoints.append((manifest["created"], root / name))
     return [path for _, path in sorted(checkpoints)]

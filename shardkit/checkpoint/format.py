@@ -167,9 +167,7 @@ def find_tensors(path: Path) -> dict[str, Location]:
         weight_map: dict[str, str] = json.loads(file.read_bytes())["weight_map"]
         headers = {}
         for name in sorted(set(weight_map.values())):
-            if Path(name).name != name:
-                raise ValueError(f"{name!r} leads out of the directory")
-            headers[name] = read_header(file.parent / name)
+            headers[name] = read_header(_beside(file, name))
         return {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
@@ -177,6 +175,19 @@ def find_tensors(path: Path) -> dict[str, Location]:
             "*.safetensors.index.json, or a directory that has either, such as a snapshot of the "
             "hub."
         ) from error
+
+
+def _beside(index: Path, name: str) -> Path:
+    """Return a file that an index names; raise unless it is in the directory of the index, or a
+    blob of the hub's cache around that.
+    """
+    directory, file = index.parent.resolve(), (index.parent / name).resolve()
+    allowed = [directory]
+    if directory.parent.name == "snapshots":
+        allowed.append(directory.parent.parent / "blobs")
+    if file.parent not in allowed:
+        raise ValueError(f"{name!r} leads out of the directory, to {file}")
+    return index.parent / name
 
 
 def _main_file(directory: Path) -> str:

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.checkpoint.byte_ranges import Part, full_box, part_of
-from shardkit.checkpoint.format import DTYPES, Location, Spec
+from shardkit.checkpoint.format import Location, Spec
 from shardkit.checkpoint.source import Contents, Safetensors, Stored, read_values
 from shardkit.errors import CheckpointError, listing
 from shardkit.shards import inside
 from shardkit.state.model import WRAPPERS, clean_name
 
-_FLOAT8 = {dtype for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize == 1}
 # the attribute in which transformers records the conversions of a load, to undo them
 USED = "_weight_conversions"
 
@@ -162,20 +161,20 @@ def _grouped(
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def check_float8(
+def check_8bit(
     locations: Mapping[str, Location], tensors: Mapping[str, Tensor], where: str
 ) -> None:
-    """Raise for float8 weights with scales that the model does not have. Local."""
+    """Raise for 8-bit weights with scales that the model does not have. Local."""
     scaled = []
     for name, location in locations.items():
         scales = {f"{name}_scale_inv", f"{name}_scale"} & locations.keys()
-        if location.dtype in _FLOAT8 and scales - tensors.keys():
+        if location.dtype.itemsize == 1 and scales - tensors.keys():
             scaled.append(name)
     if scaled:
         raise CheckpointError(
-            f"{where} has float8 weights with scales: {listing(scaled, 3)}. load_pretrained does "
-            "not apply the scales of quantized weights. Load it with transformers and "
-            "FineGrainedFP8Config(dequantize=True), and save that."
+            f"{where} has 8-bit weights with scales: {listing(scaled, 3)}. load_pretrained does "
+            "not apply the scales of quantized weights. Load it with transformers (float8 with "
+            "FineGrainedFP8Config(dequantize=True)), and save that."
         )
 
 

@@ -124,8 +124,8 @@ def load_checkpoint(
         source = open_checkpoint(Path(path), shapes, with_optimizer=optimizer is not None)
         contents = source.contents
         state = _wanted(contents, model, request)
-        renamed = {name: rename(name, key_map) for name in contents.model}
-        is_here = [int(new in state.tensors or new in state.others) for new in renamed.values()]
+        new_names = [rename(name, key_map) for name in contents.model]
+        has_here = [int(name in state.tensors or name in state.others) for name in new_names]
     same: dict[str, Any] = {
         "optimizer": optimizer is not None,
         "strict": strict,
@@ -136,20 +136,21 @@ def load_checkpoint(
         if isinstance(value, Stored):
             same[f"{name} at path"] = repr(value)
     check_equal(same, groups, CheckpointError)
-    # 2. A pipeline stage leaves out what the models of other ranks have, and its own does not.
-    elsewhere: set[str | None] = set()
-    if is_here:
-        is_anywhere = max_over_ranks(is_here, groups)
-        for new, here, anywhere in zip(renamed.values(), is_here, is_anywhere, strict=True):
-            if anywhere and not here:
-                elsewhere.add(new)
+    # 2. A pipeline stage leaves out what only the models of other stages have.
+    of_other_stages: set[str | None] = set()
+    if new_names:
+        has_any = max_over_ranks(has_here, groups)
+        for new_name, is_here, is_anywhere in zip(new_names, has_here, has_any, strict=True):
+            if is_anywhere and not is_here:
+                of_other_stages.add(new_name)
     # 3. Everything is compared before anything is changed.
     with raise_on_all_ranks(groups, CheckpointError):
         if optimizer is not None and contents.optimizer is None:
             raise CheckpointError(f"{path} has no optimizer. Leave the argument out.")
         if scheduler is not None and contents.scheduler is None:
             raise CheckpointError(f"{path} has no scheduler. Leave the argument out.")
-        model_plan = _plan_model(contents, state, renamed, elsewhere, request)
+        model_plan = _plan_model(contents, state, of_other_stages, request)
+        check_stored_ties(source, model_plan, state.tensors, request)
         targets, others = [], {}
         for name, stored_name in model_plan.copies.items():
             if name in state.tensors:
@@ -163,7 +164,7 @@ def load_checkpoint(
             if isinstance(source, NativeCheckpoint):
                 shards = source.quantized(number, len(ranks))
             optimizer_state, moments = _plan_optimizer(
-                optimizers, names, source, shards, request, elsewhere
+                optimizers, names, source, shards, request, of_other_stages
             )
             targets += moments
     if verify and isinstance(source, NativeCheckpoint):
@@ -171,7 +172,6 @@ def load_checkpoint(
     # 4. Each rank reads the bytes of its own shards.
     extra = None
     with raise_on_all_ranks(groups, CheckpointError), torch.no_grad():
-        check_stored_ties(source, model_plan, state.tensors, request)
         source.read(targets)
         if others:
             model.load_state_dict(others, strict=False)
@@ -265,23 +265,20 @@ def _wanted(contents: Contents, model: nn.Module, request: Request) -> ModelStat
 
 
 def _plan_model(
-    contents: Contents,
-    state: ModelState,
-    renamed: Mapping[str, str | None],
-    elsewhere: set[str | None],
-    request: Request,
+    contents: Contents, state: ModelState, of_other_stages: set[str | None], request: Request
 ) -> LoadPlan:
     """Match the names of the checkpoint with the model's."""
     offered = {}
     for name, value in contents.model.items():
+        new = rename(name, request.key_map)
         # Values that are no tensors, such as a step count, are ignored where the model has none.
-        is_known = isinstance(value, Stored) or renamed[name] in state.others
-        if is_known and renamed[name] not in elsewhere:
+        is_known = isinstance(value, Stored) or new in state.others
+        if is_known and new not in of_other_stages:
             offered[name] = value
     wanted: dict[str, object] = {**state.tensors, **dict.fromkeys(state.others)}
     if not contents.model and contents.optimizer is not None:  # a file of an optimizer alone
         wanted = {}
-    plan = plan_load(wanted, offered, replace(request, key_map=renamed.get))
+    plan = plan_load(wanted, offered, request)
     refuse_subclasses({name: state.tensors[name] for name in plan.copies if name in state.tensors})
     return plan
 
@@ -295,7 +292,7 @@ def _plan_optimizer(
     source: Source,
     shards: Mapping[str, Part],
     request: Request,
-    elsewhere: set[str | None],
+    of_other_stages: set[str | None],
 ) -> tuple[OptimizerState, list[tuple[Any, Tensor]]]:
     """Return the state to install in optimizers, which need not have stepped; and its tensors to
     fill, with keys. Local; changes nothing.
@@ -306,7 +303,7 @@ def _plan_optimizer(
 
     def own_name(name: str) -> str | None:
         new = rename(name, request.key_map)
-        return None if new in elsewhere else new
+        return None if new in of_other_stages else new
 
     assert source.contents.optimizer is not None
     saved = renamed_state(by_name(source.contents.optimizer, list(names.values())), own_name)
@@ -331,10 +328,10 @@ def _plan_optimizer(
     def quantized(path: str, leaf: Quantized) -> Tensor:
         param = params[path.split("/")[1]]
         own, own_box = part_of(param)
-        shard, box = shards.get(f"optimizer/{leaf.name}", (own, None))
+        shard, box = shards.get(leaf.key, (own, None))
         if box != own_box:
             raise CheckpointError(
-                f"{request.where} has {leaf.name} quantized in blocks of each rank's shard. Load "
+                f"{request.where} has {leaf.key} quantized in blocks of each rank's shard. Load "
                 "it on as many ranks and the same mesh as saved it, or load the model without the "
                 "optimizer."
             )

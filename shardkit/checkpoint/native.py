@@ -52,7 +52,8 @@ class NativeCheckpoint(Safetensors):
 
         def leaf_at(place: str, _: Any) -> Any:
             name = optimizer_name(place)
-            return Quantized(name) if name in self._quantized else stored["optimizer"][name]
+            key = f"optimizer/{name}"
+            return Quantized(key) if key in self._quantized else stored["optimizer"][name]
 
         self.contents = Contents(
             model=stored["model"] | state["extra_state"],
@@ -87,18 +88,15 @@ class NativeCheckpoint(Safetensors):
         """Return the rank's shards of quantized optimizer state, by name; none in a world of
         another size. Local.
         """
-        is_same_world = self._sizes is None or world_size == len(self._sizes)
-        if not self._quantized or not is_same_world:
+        if not self._quantized or world_size != len(self._sizes):
             return {}
-        shards: dict[str, Part] = unpack((self._shared | self._of_rank(number))["quantized"])
+        shards: dict[str, Part] = unpack(self._of_rank(number)["quantized"])
         return shards
 
     def extras(self) -> list[Any]:
         """Return the extra of each rank that saved. Local."""
-        extras = []
-        for number in range(self._manifest["world_size"]):
-            extras.append(unpack((self._shared | self._of_rank(number))["extra"]))
-        return extras
+        numbers = range(self._manifest["world_size"])
+        return [unpack((self._shared | self._of_rank(number))["extra"]) for number in numbers]
 
     def _of_rank(self, number: int) -> dict[str, bytes]:
         """Read what the rank with this number had, where ranks differed."""

@@ -31,7 +31,6 @@ from shardkit.checkpoint.byte_ranges import (
 from shardkit.checkpoint.directory import MANIFEST, clear, draft_of, put_back, rename_draft
 from shardkit.checkpoint.format import (
     MAX_FILE_BYTES,
-    NAMES,
     Location,
     NewFile,
     Spec,
@@ -42,7 +41,7 @@ from shardkit.checkpoint.hub import (
     USED,
     Group,
     HubFiles,
-    check_float8,
+    check_8bit,
     is_pretrained,
     plain_class,
     plan_save,
@@ -154,7 +153,7 @@ def _open_files(
     locations = find_tensors(Path(request.where))
     if request.key_map is not None:
         return Safetensors(locations)
-    check_float8(locations, tensors, request.where)
+    check_8bit(locations, tensors, request.where)
     directories = {location.file.parent for location in locations.values()}
     if not is_pretrained(model) or any((path / MANIFEST).is_file() for path in directories):
         return Safetensors(locations)
@@ -211,10 +210,8 @@ def save_pretrained(
             put_back(place)
             _check_place(place, overwrite)
             clear(place)
-        if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
-            raise CheckpointError(
-                f"dtype must be a floating-point dtype of safetensors, got {dtype}."
-            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise CheckpointError(f"dtype must be a floating-point dtype, got {dtype}.")
         export = plan_export(model)
         check_savable(export.sources)
         files, locations = plan_files(draft, export.stem, export.specs(dtype), max_shard_size)
@@ -388,34 +385,26 @@ def _write(
     make. Collective.
     """
     counts = {file.path: 0 for file in files}
-    problem: Exception | None = None  # raised at the end: the other ranks gather on
 
     def write(parts: Iterable[tuple[Location, Part]]) -> None:
         written = write_parts(files, parts, turn=own_rank(), flush=False)
         for path, (count, _) in written.items():
             counts[path] += count
 
-    try:
+    with raise_on_all_ranks(groups, CheckpointError):
         files[0].path.parent.mkdir(parents=True, exist_ok=True)
         renamed = {new: export.sources[name] for name, new in export.renamed.items()}
         parts = list(parts_to_write(renamed, locations, dict.fromkeys(renamed, ranks[0])))
         if own_rank() == ranks[0]:
             parts += header_parts(files)
         write(parts)
-    except Exception as error:
-        problem = error
     for turn, group in enumerate(export.groups):
         full = _gathered({name: export.sources[name] for name, _ in group.sources}, turn, ranks)
-        if full is None or problem is not None:
-            continue
-        try:
-            made = group.convert(full.__getitem__)
-            write([(locations[group.hub_names[name]], part_of(made[name])) for name in made])
-        except Exception as error:
-            problem = error
+        with raise_on_all_ranks(groups, CheckpointError):
+            if full is not None:
+                made = group.convert(full.__getitem__)
+                write([(locations[group.hub_names[name]], part_of(made[name])) for name in made])
     with raise_on_all_ranks(groups, CheckpointError):
-        if problem is not None:
-            raise problem
         for path, count in counts.items():
             if count:
                 flush_file(path)

@@ -72,6 +72,7 @@ class Snapshot:
     tensors: dict[str, Tensor]  # live, by "model/<FQN>" and "optimizer/<path in its state>"
     specs: dict[str, tuple[torch.dtype, torch.Size]]  # of these, and those of other stages
     plain: dict[str, Any]  # what state.pt holds, with an empty tensor in the place of each
+    quantized: list[str]  # keys of optimizer state that torchao has quantized on this rank
 
 
 def save_checkpoint(
@@ -137,7 +138,7 @@ def save_checkpoint(
                 f"{keep!r}. Pass keep=3, for example, or None for all."
             )
         if is_first:
-            directory.prepare(place, overwrite, keep)
+            directory.prepare(place, overwrite)
         snapshot = _collect(model, optimizer, scheduler, trainable_only)
         own: dict[str, bytes | None] = {"extra": None}  # what may differ between ranks
         if extra is not None or is_first:
@@ -156,12 +157,10 @@ def save_checkpoint(
     check_equal(same, groups, CheckpointError)
     digests = _digests(snapshot, own)
     equal = _equal_on_all(digests, groups)
-    if digests["has quantized"] or "has quantized" not in equal:  # some rank has
+    if snapshot.quantized or "number of quantized" not in equal:  # some rank has quantized state
         shards = _take_quantized(snapshot, groups)
         with raise_on_all_ranks(groups, CheckpointError):
             own["quantized"] = pack(shards, "the optimizer")
-        digests = _digests(snapshot, own)
-        equal = _equal_on_all(digests, groups)
     if "tensors" in equal:
         owners = dict.fromkeys(snapshot.tensors, ranks[0])
         on_slices = []
@@ -222,10 +221,15 @@ def _collect(model: nn.Module, optimizer: Any, scheduler: Any, trainable_only: b
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     pack(plain, "the scheduler, or extra state of the model,")
-    quantized = _quantized_keys(tensors)
-    check_savable({key.partition("/")[2]: tensors[key] for key in tensors if key not in quantized})
+    quantized, others = [], {}
+    for key, tensor in tensors.items():
+        if key.startswith("optimizer/") and is_wrapper(local_value(tensor)):
+            quantized.append(key)
+        else:
+            others[key.partition("/")[2]] = tensor
+    check_savable(others)
     specs = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
-    return Snapshot(tensors, specs, plain)
+    return Snapshot(tensors, specs, plain, quantized)
 
 
 def optimizer_name(place: str) -> str:
@@ -262,15 +266,6 @@ def check_savable(tensors: Mapping[str, Tensor]) -> None:
 # ---- 2. agree ------------------------------------------------------------------------------------
 
 
-def _quantized_keys(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the keys of optimizer state that torchao has quantized on this rank. Local."""
-    keys = []
-    for key, tensor in tensors.items():
-        if key.startswith("optimizer/") and is_wrapper(local_value(tensor)):
-            keys.append(key)
-    return keys
-
-
 def _take_quantized(snapshot: Snapshot, groups: Groups) -> dict[str, Part]:
     """Take the optimizer state that any rank has quantized out of the snapshot, and return this
     rank's shards of it. Collective.
@@ -278,15 +273,14 @@ def _take_quantized(snapshot: Snapshot, groups: Groups) -> dict[str, Part]:
     Its blocks are of one shard, so that ranks save their own. torchao leaves a shard plain that has
     no whole blocks, so that ranks tell each other what is quantized.
     """
+    keys: set[str] = set()
+    for keys_there in gather_by_rank(snapshot.quantized, groups).values():
+        keys.update(keys_there)
+    snapshot.plain["quantized"] = sorted(keys)
     shards = {}
-    names: list[str] = []
-    snapshot.plain["quantized"] = names
-    for keys in gather_by_rank(_quantized_keys(snapshot.tensors), groups).values():
-        for key in keys:
-            names.append(key.removeprefix("optimizer/"))
-            if key in snapshot.tensors:
-                shards[key] = part_of(snapshot.tensors.pop(key))
-                del snapshot.specs[key]
+    for key in sorted(keys & snapshot.tensors.keys()):
+        shards[key] = part_of(snapshot.tensors.pop(key))
+        del snapshot.specs[key]
     return shards
 
 
@@ -298,7 +292,7 @@ def _digests(snapshot: Snapshot, own: Mapping[str, bytes | None]) -> dict[str, i
     options = repr((snapshot.plain["optimizer"] or {}).get("param_groups"))
     digests: dict[str, int | None] = {
         "tensors": digest([table, options]),
-        "has quantized": int(len(_quantized_keys(snapshot.tensors)) > 0),
+        "number of quantized": len(snapshot.quantized),
     }
     for kind, data in own.items():
         digests[kind] = None if data is None else digest(hashlib.sha256(data).hexdigest())
@@ -457,8 +451,6 @@ def parts_to_write(
     owner. Local.
     """
     for key, tensor in tensors.items():
-        if key not in locations:
-            continue
         # Of a plain tensor the owner writes everything. A DTensor's shards are written by the ranks
         # of its first replica, if its mesh is the owner's.
         is_writer = own_rank() == owners[key]

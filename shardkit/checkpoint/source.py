@@ -42,16 +42,18 @@ WRAPPER_NAMES = ("app", "state", "app_state")  # around both, as in torch's own 
 
 @dataclass(frozen=True)
 class Stored(Spec):
-    """A tensor in a checkpoint, and its key in the source."""
+    """A tensor in a checkpoint, and its key in the source: a :class:`Location` in safetensors
+    files, else a name.
+    """
 
-    key: Any = field(repr=False)  # ranks compare what they see by its repr
+    key: Any = field(repr=False)  # not in the repr, by which ranks compare what they see
 
 
 @dataclass(frozen=True)
 class Quantized:
     """A tensor of an optimizer's state of which each rank saved its shard, with its own blocks."""
 
-    name: str
+    key: str  # in the shards that a rank saved
 
 
 @dataclass
@@ -148,7 +150,7 @@ def refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
 # ---- what other programs save: nested dicts ------------------------------------------------------
 
 
-def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
+def contents_of(tree: Mapping[Any, Any]) -> Contents:
     """Find model and optimizer in the nested dicts that a program saved."""
     for name in WRAPPER_NAMES:
         inner = tree.get(name)
@@ -161,14 +163,15 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
     if model is None and optimizer is None:
         model = {key: value for key, value in tree.items() if isinstance(key, str)}
     flat = dict(_flattened(model or {}))
-    if optimizer is not None:
-        return Contents(flat, _optimizer(optimizer))
-    return Contents(flat)
+    return Contents(flat, None if optimizer is None else _optimizer(optimizer))
 
 
 def _section(tree: Mapping[Any, Any], names: Iterable[str]) -> Mapping[Any, Any] | None:
-    sections = [tree[name] for name in names if isinstance(tree.get(name), Mapping)]
-    return sections[0] if sections else None
+    for name in names:
+        section = tree.get(name)
+        if isinstance(section, Mapping):
+            return section
+    return None
 
 
 def _flattened(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

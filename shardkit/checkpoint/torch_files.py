@@ -52,12 +52,12 @@ class TorchFiles:
         with_optimizer: bool,
     ) -> None:
         self._where, self._shapes, self._chunks = str(path), shapes, dict[str, list[_Chunk]]()
-        self.contents: Contents = Contents({})
+        self.contents = Contents({})
         for name in sorted(sets, key=lambda name: _OPTIMIZER in name):  # the model first
             if self.contents.model and not with_optimizer:
                 continue
             tree = self._merged([_load(file) for file in sets[name]], (name,))
-            contents = contents_of(tree, self._where)
+            contents = contents_of(tree)
             if self.contents.model:
                 contents = replace(self.contents, optimizer=contents.optimizer)
             self.contents = contents

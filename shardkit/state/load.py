@@ -278,23 +278,22 @@ def plan_load(
     problems = {"mapped to twice": twice, "of a different shape or dtype": misfits}
     if request.strict:
         problems |= {"missing": missing, "unexpected": unexpected}
-    rule = "Names, shapes and dtypes must match; nothing was changed"
-    raise_listed(request.where, problems, rule, request.fix, request.error)
+    advice = f"Names, shapes and dtypes must match; nothing was changed. {request.fix}."
+    raise_listed(request.where, problems, advice, request.error)
     return LoadPlan(copies, ties, IncompatibleKeys(missing, unexpected))
 
 
 def raise_listed(
     subject: str,
     problems: Mapping[str, Sequence[str]],
-    rule: str,
-    fix: str,
+    advice: str,
     error: type[ShardkitError] = ShardkitError,
 ) -> None:
     """Raise one error with every name of every kind of problem, if there is any."""
     there = {kind: names for kind, names in problems.items() if names}
     if there:
         counts = ", ".join(f"{len(names)} {kind}" for kind, names in there.items())
-        lines = [f"{subject} does not match: {counts}. {rule}. {fix}."]
+        lines = [f"{subject} does not match: {counts}. {advice}"]
         for kind, names in there.items():
             lines += [f"- {kind}: {name}" for name in names]
         raise error("\n".join(lines))

@@ -86,8 +86,9 @@ def model_state(model: nn.Module) -> ModelState:
             tensors[name] = value
         else:
             others[name] = value
-    versions = state_dict_metadata(state_dict)
-    metadata = {clean_name(path): version for path, version in versions.items()}
+    metadata = {
+        clean_name(path): version for path, version in state_dict_metadata(state_dict).items()
+    }
     return ModelState(tensors, others, tuple(order), metadata)
 
 

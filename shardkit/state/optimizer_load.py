@@ -136,8 +136,8 @@ def check_names(
         problems["missing"] = [fqn for fqn in known if fqn not in options]
         saved_names = dict.fromkeys([*options, *saved["state"]])
         problems["unexpected"] = [fqn for fqn in saved_names if fqn not in known]
-    rule = "Parameters and the options of groups must match; nothing was changed"
-    raise_listed(subject, problems, rule, fix, error)
+    advice = f"Parameters and the options of groups must match; nothing was changed. {fix}."
+    raise_listed(subject, problems, advice, error)
 
 
 def _warn_of_another_class(

@@ -4,11 +4,18 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from shardkit.checkpoint import directory, latest_checkpoint, load_checkpoint, save_checkpoint
+from shardkit.checkpoint import (
+    convert_checkpoint,
+    directory,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from shardkit.errors import CheckpointError
 
 EARLIER = Path(__file__).parent / "saved_by_a27dd5d"  # a commit of version 1
@@ -126,8 +133,48 @@ def test_leftovers_of_killed_saves_are_cleared_before_anything_is_written(tmp_pa
         write_temporary(tmp_path / name)
     directory.prepare(tmp_path / "step-2", False)
     assert listing(tmp_path) == [".best.tmp", ".step-1.tmp"]
-    directory.prepare(tmp_path / "step-2", False, keep=2)
-    assert listing(tmp_path) == [".best.tmp"]
+
+
+def test_what_cannot_be_deleted_after_a_commit_is_left_to_the_next_save(tmp_path):
+    path = write_checkpoint(tmp_path / "last")
+    write_checkpoint(directory.replaced_of(path))
+    write_temporary(path)
+    with mock.patch.object(shutil, "rmtree"):
+        directory.clear(path)
+    assert listing(tmp_path) == [".last.old", ".last.tmp", "last"]
+    directory.clear(path)
+    assert listing(tmp_path) == ["last"]
+
+
+def test_a_damaged_checkpoint_is_replaced_on_request(tmp_path):
+    path, model = write_checkpoint(tmp_path / "a"), torch.nn.Linear(2, 2)
+    (path / "data").write_bytes(b"short")
+    save_checkpoint(path, model, extra=1, overwrite=True)
+    assert load_checkpoint(path, model) == 1
+    (path / directory.MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match="delete it"):
+        save_checkpoint(path, model, overwrite=True)
+
+
+def test_a_directory_that_cannot_be_read_is_no_checkpoint(tmp_path):
+    path, list_of = write_checkpoint(tmp_path / "a"), Path.iterdir
+    (tmp_path / "lost+found").mkdir()
+
+    def iterdir(place: Path):
+        if place.name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return list_of(place)
+
+    with mock.patch.object(Path, "iterdir", iterdir):
+        assert latest_checkpoint(tmp_path) == path
+        directory.rotate(path, 1)
+
+
+def test_a_converted_file_is_on_the_disk_before_it_is_renamed(tmp_path):
+    save_checkpoint(tmp_path / "a", torch.nn.Linear(2, 2))
+    with mock.patch.object(os, "fsync", wraps=os.fsync) as fsync:
+        convert_checkpoint(tmp_path / "a", tmp_path / "a.pt")
+    assert fsync.call_count == 2  # the file, and the directory
 
 
 def test_the_latest_may_be_of_an_earlier_version_and_its_load_says_so(tmp_path):

@@ -254,6 +254,21 @@ def test_a_tensor_learning_rate_comes_back_from_a_file_of_torch_save(tmp_path):
         )
 
 
+@on_ranks(2)
+def test_tied_values_that_differ_in_one_ranks_part_change_nothing_on_any(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[0].weight = model[1].weight
+    fully_shard(model, mesh=mesh_of((2,)))
+    before = model[0].weight.to_local().clone()
+    saved = {"0.weight": torch.ones(4, 4), "1.weight": torch.ones(4, 4)}
+    saved["1.weight"][3] = 2  # which rank 1 has
+    torch.save(saved, tmp_path / f"{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="one tied tensor"):
+        load_checkpoint(tmp_path / "0.pt", model)
+    assert torch.equal(model[0].weight.to_local(), before)
+
+
 class Earlier(nn.Module):
     """What commit a27dd5d saved: tied weights, two dtypes and a buffer."""
 

@@ -326,7 +326,7 @@ def test_float8_weights_with_scales_are_refused(strict, tmp_path):
         {**before, **tensors, **scales, "lm_head.weight": torch.ones(1)},
         tmp_path / "fp8.safetensors",
     )
-    with pytest.raises(CheckpointError, match=r"float8 weights with scales: .*q_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"8-bit weights with scales: .*q_proj\.weight"):
         load_pretrained(model, tmp_path / "fp8.safetensors", strict=strict)
     assert_equal(model.state_dict(), before)
 

@@ -258,15 +258,28 @@ def test_the_hubs_cache_links_to_its_blobs(tmp_path):
     assert set(find_tensors(snapshot)) == {"a"}
 
 
-def test_an_index_names_files_beside_it_only_which_may_be_links(tmp_path):
+def test_an_index_names_files_beside_it_only(tmp_path):
     secret = put(tmp_path / "secret.safetensors")
     (tmp_path / "model" / "sub").mkdir(parents=True)
-    for name in ("../secret.safetensors", "sub/../../secret.safetensors", ".", str(secret)):
+    for name in ("../secret.safetensors", "sub/../../secret.safetensors", "..", ".", str(secret)):
         assert "leads out of the directory" in refusal(index_of(tmp_path / "model", {"a": name}))
-    assert ".. is not a file" in refusal(index_of(tmp_path / "model", {"a": ".."}))
-    (tmp_path / "model" / "link.safetensors").symlink_to(secret)
-    index_of(tmp_path / "model", {"a": "link.safetensors"})
+
+
+def test_links_out_of_the_directory_are_refused(tmp_path):
+    secret = put(tmp_path / "secret.safetensors")
+    link = tmp_path / "model" / "link.safetensors"
+    link.parent.mkdir()
+    link.symlink_to(secret)
+    index = index_of(link.parent, {"a": link.name})
+    assert f"'link.safetensors' leads out of the directory, to {secret}" in refusal(index)
+    link.unlink()
+    link.symlink_to(put(tmp_path / "model" / "real.safetensors"))
     assert set(find_tensors(tmp_path / "model")) == {"a"}
+    # What the user names is meant.
+    (tmp_path / "mine.safetensors").symlink_to(secret)
+    assert set(find_tensors(tmp_path / "mine.safetensors")) == {"a"}
+    (tmp_path / "models").symlink_to(tmp_path / "model")
+    assert set(find_tensors(tmp_path / "models")) == {"a"}
 
 
 def test_an_index_and_its_files_must_agree(tmp_path):
