@@ -35,7 +35,7 @@ traceback.extract_stack = lambda f=None, limit=None: extract_stack(
 dynamic_rendezvous.get_method_name = lambda depth=0: ""
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session: pytest.Session):
     """Import what all processes of a whole run will need; collecting garbage need not
     look at it.
     """

@@ -66,14 +66,14 @@ class _Several:
 
     def __init__(
         self, session: pytest.Session, groups: list[Group], others: list[int], folder: Path
-    ) -> None:
+    ):
         self.session, self.groups, self.folder = session, groups, folder
         self.unread = set(others)  # files that nothing is reported of
         self.queue, end = os.pipe()
         os.write(end, b"".join(number.to_bytes(4, "little") for number in others))
         os.close(end)
 
-    def run(self, first: int) -> None:
+    def run(self, first: int):
         """Be the parent: fork, run the first file, then others, and report the forks'."""
         children = [self._fork() for _ in range(FORKS)]
         codes = []
@@ -104,7 +104,7 @@ class _Several:
         while number := os.read(self.queue, 4):
             yield int.from_bytes(number, "little")
 
-    def _serve(self) -> None:
+    def _serve(self):
         """Be a fork: run files, and write down what became of them."""
         parent, plugins = os.getppid(), self.session.config.pluginmanager
         plugins.unregister(name="terminalreporter")
@@ -124,7 +124,7 @@ class _Several:
             if os.getppid() != parent:
                 return
 
-    def _report(self) -> None:
+    def _report(self):
         """Report the files that the forks have finished."""
         for number in sorted(self.unread):
             file = self.folder / str(number)
@@ -135,7 +135,7 @@ class _Several:
                     # none where a fork was stopped before it
                     self._log(item, reports.get(item.nodeid, []))
 
-    def _report_lost(self, codes: list[int]) -> None:
+    def _report_lost(self, codes: list[int]):
         """Fail what a fork has taken and not finished."""
         for number in sorted(self.unread):
             for item in self.groups[number]:
@@ -150,7 +150,7 @@ class _Several:
                     ],
                 )
 
-    def _log(self, item: pytest.Item, reports: list[dict[str, Any]]) -> None:
+    def _log(self, item: pytest.Item, reports: list[dict[str, Any]]):
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for data in reports:
@@ -163,30 +163,30 @@ class _Several:
 class _Recorder:
     """Keeps the reports of each item, in a form that another process can read."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config):
         self.config = config
         self.reports: dict[str, list[dict[str, Any]]] = {}
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport):
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         self.reports.setdefault(report.nodeid, []).append(data)
 
 
-def _run(session: pytest.Session, group: Group) -> None:
+def _run(session: pytest.Session, group: Group):
     """What pytest's own loop does, for one file; its fixtures end with it."""
     for item, following in itertools.zip_longest(group, group[1:]):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         _stop_if_asked(session)
 
 
-def _stop_if_asked(session: pytest.Session) -> None:
+def _stop_if_asked(session: pytest.Session):
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
         raise session.Interrupted(session.shouldstop)
 
 
-def _end_as_a_fork(body: Any) -> None:
+def _end_as_a_fork(body: Any):
     """Run ``body`` and end without what the parent's end is for: summaries, and the caller's
     ``finally``.
     """

@@ -53,8 +53,8 @@ def main(argv=None, config=CONFIG):
     budget = plan_for_budget(model, args.gpu_memory, fsdp, batch=batch)
     print("\n", budget, sep="")
 
-    print("\nThe same in plain torch:\n")
-    print("\n".join(budget.plan.to_python().splitlines()[:12]), "\n...")
+    print("\nThe same in plain torch ends with:\n")
+    print("\n".join(budget.plan.to_python().splitlines()[-9:]))
     return budget
 
 

@@ -328,7 +328,7 @@ def reads(outer: ModuleNode, node: ModuleNode) -> bool:
     and DTensor"; a dry run with ``example_batch`` finds it before.
     """
     name = node.fqn.rpartition(".")[2]
-    source = _forward_source(type(outer.module))
+    source = _forward_source(type(outer.module))  # type: ignore[arg-type]
     if "forward" in vars(outer.module):  # set on the instance, as kernel patchers do
         source += _source(outer.module.forward)
     if f"{name}." not in source:

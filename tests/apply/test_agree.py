@@ -63,7 +63,7 @@ def test_ranks_with_different_plans() -> list[str]:
 
 
 @distributed(world_size=4)
-def test_ranks_with_different_models_on_two_axes() -> None:
+def test_ranks_with_different_models_on_two_axes():
     model = Decoder(vocabulary=11 + (dist.get_rank() == 3))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     text = raised_by(lambda: shard_model(model, mesh=mesh))
@@ -72,7 +72,7 @@ def test_ranks_with_different_models_on_two_axes() -> None:
 
 
 @distributed(world_size=4)
-def test_an_error_on_one_rank_is_raised_by_all() -> None:
+def test_an_error_on_one_rank_is_raised_by_all():
     model = Decoder()
     if dist.get_rank() == 1:
         model = nn.ReLU()
@@ -99,7 +99,7 @@ class Whole(torch.Tensor):
     def __new__(cls, inner: Tensor) -> Whole:
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
-    def __init__(self, inner: Tensor) -> None:
+    def __init__(self, inner: Tensor):
         self.inner = inner
 
     @classmethod
@@ -116,7 +116,7 @@ def whole() -> nn.Module:
     return model
 
 
-def test_a_tensor_that_cannot_be_split_is_named() -> None:
+def test_a_tensor_that_cannot_be_split_is_named():
     model = whole()
     with (
         fake_world(2),
@@ -128,7 +128,7 @@ def test_a_tensor_that_cannot_be_split_is_named() -> None:
 
 
 @pytest.mark.skipif(torch_version() >= (2, 13), reason="this torch shards integers")
-def test_integers_that_torch_cannot_shard_are_named() -> None:
+def test_integers_that_torch_cannot_shard_are_named():
     model = Decoder()
     model.norm.register_parameter("codes", nn.Parameter(torch.arange(8), requires_grad=False))
     with fake_world(2), pytest.raises(PlanError, match=r"^norm\.codes could not .*ignored_params"):
@@ -137,13 +137,13 @@ def test_integers_that_torch_cannot_shard_are_named() -> None:
 
 @pytest.mark.parametrize("reshard", [None, 2])
 @distributed(world_size=4, timeout=60)
-def test_a_failure_of_one_rank_is_one_of_all(reshard: int | None) -> None:
+def test_a_failure_of_one_rank_is_one_of_all(reshard: int | None):
     """For an int fully_shard makes process groups, and the next unit's would wait for a rank that
     failed.
     """
     fully_shard = apply.fully_shard
 
-    def fails(*args: Any, **kwargs: Any) -> None:
+    def fails(*args: Any, **kwargs: Any):
         fully_shard(*args, **kwargs)
         if dist.get_rank() == 1:
             raise RuntimeError("out of memory")
@@ -164,7 +164,7 @@ class Odd(nn.Module):
     seeds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.ones = nn.Parameter(torch.ones(3))
         self.weight = nn.Parameter(torch.randn(40, 3).t())  # not contiguous
@@ -183,7 +183,7 @@ def seeded(cls: type[nn.Module], seed: int) -> nn.Module:
 
 
 @distributed(world_size=2)
-def test_different_seeds_are_named_or_the_first_ranks_values_taken() -> None:
+def test_different_seeds_are_named_or_the_first_ranks_values_taken():
     rank = dist.get_rank()
     model, reference = seeded(Odd, rank), seeded(Odd, 0)
     before = snapshot(model)
@@ -210,7 +210,7 @@ def test_different_seeds_are_named_or_the_first_ranks_values_taken() -> None:
 
 
 @distributed(world_size=2)
-def test_what_may_differ_and_what_may_not() -> None:
+def test_what_may_differ_and_what_may_not():
     rank = dist.get_rank()
     own = seeded(Odd, 0)
     own.weight.data += rank
@@ -239,7 +239,7 @@ def test_what_may_differ_and_what_may_not() -> None:
 
 
 @distributed(world_size=2)
-def test_meta_on_some_ranks_is_left_alone_and_cannot_be_broadcast_to() -> None:
+def test_meta_on_some_ranks_is_left_alone_and_cannot_be_broadcast_to():
     def build() -> nn.Module:
         if dist.get_rank() == 0:
             return seeded(Decoder, 0)
@@ -258,7 +258,7 @@ def test_meta_on_some_ranks_is_left_alone_and_cannot_be_broadcast_to() -> None:
 
 
 @distributed(world_size=4)
-def test_replicas_and_tensor_parallel_ranks() -> None:
+def test_replicas_and_tensor_parallel_ranks():
     rank = dist.get_rank()
     for arguments in ({"mesh": MeshSpec.hybrid(2, 2)}, {"mesh": mesh_of((2, 2))}):
         text = raised_by(
@@ -306,7 +306,7 @@ def parallel_over(mesh: DeviceMesh, seed: int) -> nn.Module:
 
 
 @distributed(world_size=4)
-def test_what_tensor_parallelism_replicates_is_equal_on_its_ranks_too() -> None:
+def test_what_tensor_parallelism_replicates_is_equal_on_its_ranks_too():
     """Plain parameters and buffers, and DTensors that are replicated, such as a row-wise bias."""
     mesh = mesh_of((2, 2), "dp", "tp")
     along_tp = mesh["tp"].get_local_rank()
@@ -325,7 +325,7 @@ def test_what_tensor_parallelism_replicates_is_equal_on_its_ranks_too() -> None:
 
 
 @distributed(world_size=4)
-def test_a_model_of_other_tensor_parallel_ranks_is_an_error() -> None:
+def test_a_model_of_other_tensor_parallel_ranks_is_an_error():
     """Their plans are not compared, since their parts may differ; names and shapes must not."""
     mesh = mesh_of((2, 2), "dp", "tp")
     model = parallel_over(mesh["tp"], 0)
@@ -344,7 +344,7 @@ def test_a_model_of_other_tensor_parallel_ranks_is_an_error() -> None:
 
 
 @distributed(world_size=2)
-def test_one_element_of_what_stays_whole_is_compared_too() -> None:
+def test_one_element_of_what_stays_whole_is_compared_too():
     """A sample would pass it, and these values would differ for ever."""
     for name in ("norm.weight", "table"):
         model = Decoder(dim=64)
@@ -359,7 +359,7 @@ def test_one_element_of_what_stays_whole_is_compared_too() -> None:
 # An error of one rank is an error of all.
 
 
-def fail_on(failing: int, error: Exception, groups: Groups) -> None:
+def fail_on(failing: int, error: Exception, groups: Groups):
     with raise_on_all_ranks(groups):
         if not groups or dist.get_rank() == failing:
             raise error

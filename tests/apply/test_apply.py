@@ -31,7 +31,7 @@ from shardkit.sequence import training_mesh
 from shardkit.testing import comm_counts, distributed, fake_world
 
 
-def test_it_returns_the_same_model_in_place() -> None:
+def test_it_returns_the_same_model_in_place():
     model = Decoder()
     modules, keys = dict(model.named_modules()), list(model.state_dict())
     with fake_world(8):
@@ -43,7 +43,7 @@ def test_it_returns_the_same_model_in_place() -> None:
     assert isinstance(model.head.weight, DTensor)
 
 
-def test_only_a_few_numbers_are_exchanged() -> None:
+def test_only_a_few_numbers_are_exchanged():
     with (
         fake_world(8),
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
@@ -57,7 +57,7 @@ def test_only_a_few_numbers_are_exchanged() -> None:
     assert sent == [8, 16, 16, values, 8, 8]
 
 
-def test_few_calls_for_each_parameter() -> None:
+def test_few_calls_for_each_parameter():
     """Sharding 10,000 parameters takes at most 1.3 of the CPU time of ``fully_shard`` by hand: 127
     calls for each.
     """
@@ -81,7 +81,7 @@ def test_few_calls_for_each_parameter() -> None:
 
 
 @distributed(world_size=4)
-def test_beside_tensor_parallelism() -> None:
+def test_beside_tensor_parallelism():
     """A 2x2 mesh: blocks split over "tp" by torch, sharded over "dp" by shardkit, against the plain
     model.
     """
@@ -108,7 +108,7 @@ def test_beside_tensor_parallelism() -> None:
 
 
 @distributed(world_size=4)
-def test_dtensors_on_all_axes() -> None:
+def test_dtensors_on_all_axes():
     """As with torchtitan's ``full_dtensor``: batch and loss are DTensors too."""
     mesh = mesh_of((2, 2), "dp", "tp")
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 @distributed(world_size=4)
-def test_groups_that_are_made_have_the_timeout_of_the_process_group() -> None:
+def test_groups_that_are_made_have_the_timeout_of_the_process_group():
     before = timeout_of(dist.group.WORLD)
     set_timeout(timedelta(seconds=77), dist.group.WORLD)
     try:
@@ -192,7 +192,7 @@ def test_groups_that_are_made_have_the_timeout_of_the_process_group() -> None:
     assert timeout_of(init_device_mesh("cpu", (2, 2)).get_group(0)) == timedelta(minutes=30)
 
 
-def test_one_script_alone_and_under_torchrun(tmp_path: pathlib.Path) -> None:
+def test_one_script_alone_and_under_torchrun(tmp_path: pathlib.Path):
     alone, said = run_script(tmp_path)
     assert alone[::2] == ["1", "False"], (
         "our group is destroyed before the interpreter takes it down"
@@ -218,7 +218,7 @@ for _ in range(20):
 """
 
 
-def test_a_program_may_end_with_a_collective(tmp_path: pathlib.Path) -> None:
+def test_a_program_may_end_with_a_collective(tmp_path: pathlib.Path):
     """In new interpreters, since a fork ends otherwise: gloo's threads may not free tensors in one
     that is ending.
     """
@@ -229,7 +229,7 @@ def test_a_program_may_end_with_a_collective(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_fake_tensors_can_be_sharded_and_trained() -> None:
+def test_fake_tensors_can_be_sharded_and_trained():
     """As memory trackers do it: nothing is computed, and still the ranks agree for real."""
     with fake_world(8), FakeTensorMode():
         model = Decoder()
@@ -241,7 +241,7 @@ def test_fake_tensors_can_be_sharded_and_trained() -> None:
 class Devices:
     """Several CUDA devices: which is selected, in place of torch.accelerator's."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, count: int, selected: int = 0) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, count: int, selected: int = 0):
         self.selected, self.is_started = selected, False
         patch.setattr(torch.accelerator, "device_count", lambda: count)
         patch.setattr(torch.accelerator, "current_device_index", self.current)
@@ -257,7 +257,7 @@ class Devices:
         return self.selected
 
 
-def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch):
     names = mesh._LOCAL_RANKS
 
     def selected(count: int, rank: int) -> int:
@@ -279,13 +279,13 @@ def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("chosen", "expected"), [(0, 3), (2, 2)])
 def test_a_group_of_the_program_gets_its_device_before_the_first_tensor(
     monkeypatch: pytest.MonkeyPatch, chosen: int, expected: int
-) -> None:
+):
     """NCCL's ranks on one device are an error; a mesh selects only before tensors are made."""
     with fake_world(8, rank=3):
         devices = Devices(monkeypatch, 8, chosen)
         first = []
 
-        def stop(*args: object) -> None:
+        def stop(*args: object):
             first.append(devices.selected)
             raise PlanError("far enough")
 
@@ -295,7 +295,7 @@ def test_a_group_of_the_program_gets_its_device_before_the_first_tensor(
         assert first == [expected]
 
 
-def test_a_process_alone_keeps_the_device_it_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_alone_keeps_the_device_it_selected(monkeypatch: pytest.MonkeyPatch):
     devices = Devices(monkeypatch, 8, 1)
     monkeypatch.setenv("SLURM_LOCALID", "0")
     made = mock.Mock(side_effect=RuntimeError("far enough"))
@@ -320,7 +320,7 @@ def test_a_process_alone_keeps_the_device_it_selected(monkeypatch: pytest.Monkey
 )
 def test_a_launcher_without_variables_of_torchrun_is_refused(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], refused: str | None
-) -> None:
+):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -334,7 +334,7 @@ def test_a_launcher_without_variables_of_torchrun_is_refused(
     assert not torch.distributed.is_initialized()
 
 
-def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPatch):
     with fake_world(2):
         ours = weakref.ref(torch.distributed.group.WORLD)
         with monkeypatch.context() as patch:
@@ -346,7 +346,7 @@ def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPat
         assert torch.distributed.is_initialized(), "a later group, which somebody else made"
 
 
-def test_ignored_parameters_that_train_are_said_to(caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_parameters_that_train_are_said_to(caplog: pytest.LogCaptureFixture):
     ranks._warned.clear()
     with fake_world(2):
         shard_model(Decoder(), ignored_params=["head.weight"])

@@ -19,14 +19,14 @@ from shardkit.testing import distributed
 class Changing(nn.Module):
     """Changes buffers in forward, and computes with one that stays."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("average", torch.zeros(4))
         self.register_buffer("constant", torch.ones(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x * (1 + self.average) / (1 + self.count)
         self.count += 1
         with torch.no_grad():
@@ -35,7 +35,7 @@ class Changing(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Changing() for _ in range(2))
         self.head = nn.Linear(4, 2)
@@ -65,7 +65,7 @@ def trained(model: nn.Module) -> list[Tensor]:
 
 
 @distributed(world_size=2)
-def test_what_forward_changes_is_changed_once() -> None:
+def test_what_forward_changes_is_changed_once():
     torch.manual_seed(0)
     model = Blocks()
     expected = trained(copy.deepcopy(model))
@@ -77,7 +77,7 @@ def test_what_forward_changes_is_changed_once() -> None:
 
 
 class Counts(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.ops: Counter[str] = Counter()
 
@@ -96,7 +96,7 @@ RECOMPUTED = {False: (4, 1), "selective": (5, 1), never_save: (7, 2), True: (7, 
 
 
 @distributed(world_size=2)
-def test_what_each_policy_recomputes() -> None:
+def test_what_each_policy_recomputes():
     x = torch.arange(80.0).view(2, 5, 8).sin()
     grads = []
     for policy, expected in RECOMPUTED.items():
@@ -118,16 +118,16 @@ def test_what_each_policy_recomputes() -> None:
 class Gated(nn.Module):
     """Three products of one shape, so that every other one is another product the second time."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(8, 8, bias=False) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.q(x)) * torch.tanh(self.k(x)) * torch.tanh(self.v(x))
 
 
 @distributed(world_size=2)
-def test_selective_of_an_odd_number_of_products() -> None:
+def test_selective_of_an_odd_number_of_products():
     """torch 2.11 and 2.12 ask the policy again in the recomputation."""
     grads = []
     for policy in (False, "selective"):
@@ -153,17 +153,17 @@ attention.register_autograd(
 
 
 class Dropping(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down(self.drop(attention(self.up(x), 0.5)[0]))
 
 
 @pytest.mark.parametrize("by_its_code", [False, True])
 @distributed(world_size=2)
-def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code: bool) -> None:
+def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code: bool):
     grads = []
     for policy in (False, "selective"):
         torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code: boo
 
 
 @pytest.mark.parametrize("policy", ["some", 2, lambda *args: True])
-def test_a_policy_without_a_name_is_refused(policy: object) -> None:
+def test_a_policy_without_a_name_is_refused(policy: object):
     with pytest.raises(
         PlanError, match=r'checkpoint_activations must be True, False, "selective" or a policy, got'
     ):
@@ -187,7 +187,7 @@ def test_a_policy_without_a_name_is_refused(policy: object) -> None:
         )
 
 
-def test_a_policy_around_another_unit_is_refused() -> None:
+def test_a_policy_around_another_unit_is_refused():
     """torch raises in backward: the all-gather of the unit inside is not what the policy saw in
     forward.
     """
@@ -204,7 +204,7 @@ def test_a_policy_around_another_unit_is_refused() -> None:
 
 
 @distributed(world_size=2)
-def test_a_cache_is_refused_where_it_is_passed() -> None:
+def test_a_cache_is_refused_where_it_is_passed():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 11}

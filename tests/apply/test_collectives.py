@@ -42,13 +42,13 @@ OPTIONS = [
 ]
 
 
-def micro_steps(model: nn.Module, micro_batches: int, **options: object) -> None:
+def micro_steps(model: nn.Module, micro_batches: int, **options: object):
     for i in range(micro_batches):
         with accumulate(model, last=i == micro_batches - 1, **options):
             model(torch.zeros(2, 5, dtype=torch.long)).square().mean().backward()
 
 
-def count(model: nn.Module, micro_batches: int = 2, **arguments: object) -> None:
+def count(model: nn.Module, micro_batches: int = 2, **arguments: object):
     """Every option on one model, one after the other, so that each shows that the one before left
     nothing behind.
     """
@@ -68,12 +68,12 @@ def count(model: nn.Module, micro_batches: int = 2, **arguments: object) -> None
 
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(("mesh", "reshard"), list(itertools.product(MESHES, RESHARDS)))
-def test_rules_meshes_and_resharding(rules: str, mesh: MeshSpec, reshard: bool | None) -> None:
+def test_rules_meshes_and_resharding(rules: str, mesh: MeshSpec, reshard: bool | None):
     count(Decoder(), units=RULES[rules], mesh=mesh, reshard_after_forward=reshard)
 
 
 @pytest.mark.parametrize("reshard", [2, 4])
-def test_resharding_to_fewer_ranks(reshard: int) -> None:
+def test_resharding_to_fewer_ranks(reshard: int):
     count(Decoder(), micro_batches=3, mesh=MeshSpec.sharded(8), reshard_after_forward=reshard)
 
 
@@ -81,7 +81,7 @@ def test_resharding_to_fewer_ranks(reshard: int) -> None:
 @pytest.mark.parametrize(
     "frozen", [("embed", "layers.0", "layers.1"), ("embed",), ("layers.2", "head")]
 )
-def test_frozen_layers_at_the_start_and_the_end(frozen: tuple[str, ...], prefetch: int) -> None:
+def test_frozen_layers_at_the_start_and_the_end(frozen: tuple[str, ...], prefetch: int):
     model = Decoder()
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
@@ -90,7 +90,7 @@ def test_frozen_layers_at_the_start_and_the_end(frozen: tuple[str, ...], prefetc
     count(model, units=kept, micro_batches=3, prefetch=prefetch)
 
 
-def test_ties_recomputation_offload_and_ignored_parameters() -> None:
+def test_ties_recomputation_offload_and_ignored_parameters():
     count(Decoder(tied=True))
     count(Decoder(tied=True), mesh=MeshSpec.hybrid(2, 4), reshard_after_forward=True)
     for rules in ("default", "nested"):
@@ -100,7 +100,7 @@ def test_ties_recomputation_offload_and_ignored_parameters() -> None:
     count(model, ignored_params=[model.norm.weight, *model.layers[1].parameters()])
 
 
-def test_nothing_trains() -> None:
+def test_nothing_trains():
     plan = plan_model(Decoder().requires_grad_(False), mesh=MeshSpec.sharded(8))
     assert plan.collectives().reduce_scatters == 0
     assert plan.collectives().all_gathers == len([unit for unit in plan.units if unit.params])
@@ -113,7 +113,7 @@ def by_hand(model: Decoder) -> nn.Module:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_root_left_to_torch(options: dict[str, bool]) -> None:
+def test_a_root_left_to_torch(options: dict[str, bool]):
     """torch decides at the first forward that a root does not reshard; until then it looks as if it
     did.
     """
@@ -128,7 +128,7 @@ def test_a_root_left_to_torch(options: dict[str, bool]) -> None:
         assert counted == plan.collectives(3, **options)
 
 
-def test_a_part_of_a_model_and_several_roots() -> None:
+def test_a_part_of_a_model_and_several_roots():
     with fake_world(8):
         both = nn.ModuleList([by_hand(Decoder()), by_hand(Decoder())])
         for _ in range(2):

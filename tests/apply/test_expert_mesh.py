@@ -31,7 +31,7 @@ def spec(*shape: int) -> MeshSpec:
     return MeshSpec(shape, AXES[-len(shape) :])
 
 
-def test_a_plan_made_on_a_laptop_says_which_mesh_each_unit_is_on() -> None:
+def test_a_plan_made_on_a_laptop_says_which_mesh_each_unit_is_on():
     plan = expert_plan(ExpertNet(), spec(2, 4, 8))
     assert (
         str(plan)
@@ -71,9 +71,7 @@ def test_a_plan_made_on_a_laptop_says_which_mesh_each_unit_is_on() -> None:
         (spec(2, 2), ["efsdp", "ep"], "'ep' of efsdp=2 x ep=2, got 'efsdp'."),
     ],
 )
-def test_an_axis_that_units_cannot_be_on_is_refused(
-    mesh: MeshSpec, axes: list[str], found: str
-) -> None:
+def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axes: list[str], found: str):
     rules = [by_name(f"layers.{number}.experts", mesh=axis) for number, axis in enumerate(axes)]
     with pytest.raises(PlanError) as error:
         plan_model(ExpertNet(), mesh=mesh, units=rules)

@@ -34,7 +34,7 @@ def policy(computed: str, reduced: str) -> MixedPrecisionPolicy:
 
 @pytest.mark.parametrize(("computed", "reduced"), CASES)
 @distributed(world_size=2)
-def test_gradients(computed: str, reduced: str) -> None:
+def test_gradients(computed: str, reduced: str):
     dtype, sums = COMPUTED[computed] or torch.float32, REDUCED[reduced] or torch.float32
     plain, model = build(), build()
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -50,7 +50,7 @@ def test_gradients(computed: str, reduced: str) -> None:
 
 
 @distributed(world_size=2)
-def test_batch_norm_under_bf16_by_the_rule_of_the_docs() -> None:
+def test_batch_norm_under_bf16_by_the_rule_of_the_docs():
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2))

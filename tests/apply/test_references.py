@@ -45,14 +45,14 @@ FORMS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_held_parameter_is_refused(form: str) -> None:
+def test_a_held_parameter_is_refused(form: str):
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6))
     model.held, model.irreps = FORMS[form](model[1].weight), Irreps([2, 1])
     with fake_world(2), refused(model, "shares the memory of the parameter 1.weight", "clone it"):
         shard_model(model)
 
 
-def test_what_is_larger_or_deeper_is_not_searched() -> None:
+def test_what_is_larger_or_deeper_is_not_searched():
     """As a tokenizer's tables: searching them took seconds."""
     model = nn.Linear(2, 2)
     model.table, model.nested, model.watched = (
@@ -66,7 +66,7 @@ def test_what_is_larger_or_deeper_is_not_searched() -> None:
 
 
 @pytest.mark.parametrize("place", ["flat[0]", "copy"])
-def test_a_held_view_of_a_parameter_is_refused(place: str) -> None:
+def test_a_held_view_of_a_parameter_is_refused(place: str):
     model = nn.Linear(5, 6)
     if place == "copy":
         model.register_buffer("copy", model.weight.detach())
@@ -78,7 +78,7 @@ def test_a_held_view_of_a_parameter_is_refused(place: str) -> None:
         shard_model(model, ignored_params=["weight"])
 
 
-def test_what_forward_computes_is_not_taken_for_a_view() -> None:
+def test_what_forward_computes_is_not_taken_for_a_view():
     """``weight`` is ``weight_orig.data`` until then, and in AWD-LSTM an RNN's list has the data of
     a parameter.
     """
@@ -95,13 +95,13 @@ def test_what_forward_computes_is_not_taken_for_a_view() -> None:
 class Marked(nn.Module):
     """Reads an attribute of its parameter in forward, as custom layers do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 4))
         self.weight.gain = 3.0
         self.weight._no_weight_decay = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.weight * getattr(self.weight, "gain", 1.0)
 
     def forward_again(self, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def marked() -> nn.Module:
 
 @pytest.mark.parametrize("on_meta", [False, True])
 @distributed(world_size=2)
-def test_attributes(on_meta: bool) -> None:
+def test_attributes(on_meta: bool):
     model = sharded(marked, on_meta)
     assert [
         name
@@ -130,7 +130,7 @@ def test_attributes(on_meta: bool) -> None:
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 24.0))
 
 
-def test_attributes_are_there_however_a_parameter_is_gathered() -> None:
+def test_attributes_are_there_however_a_parameter_is_gathered():
     x = torch.ones(1, 4)
     with fake_world(1):
         model = shard_model(Marked(), units=[], forward_methods=["forward_again"])
@@ -146,7 +146,7 @@ def test_attributes_are_there_however_a_parameter_is_gathered() -> None:
         assert model.weight.gain == 7.0
 
 
-def test_what_torch_keeps_there_stays() -> None:
+def test_what_torch_keeps_there_stays():
     model = marked()
     model[0].weight._is_param = "mine"
     with fake_world(2):
@@ -157,7 +157,7 @@ def test_what_torch_keeps_there_stays() -> None:
 
 @pytest.mark.parametrize("on_meta", [False, True])
 @distributed(world_size=2)
-def test_post_accumulate_hooks_see_the_reduced_gradient(on_meta: bool) -> None:
+def test_post_accumulate_hooks_see_the_reduced_gradient(on_meta: bool):
     seen, handles = [], []
 
     def build() -> nn.Module:
@@ -177,7 +177,7 @@ def test_post_accumulate_hooks_see_the_reduced_gradient(on_meta: bool) -> None:
         assert len(seen) == 1
 
 
-def test_hooks_that_would_never_be_called() -> None:
+def test_hooks_that_would_never_be_called():
     model = Decoder()
     handles = [layer.up.weight.register_hook(lambda grad: grad * 0.5) for layer in model.layers]
     with fake_world(8):

@@ -33,7 +33,7 @@ TILES = {"**.mlp": 4}
 
 
 class Mlp(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0):
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(6, 20), nn.Linear(6, 20), nn.Linear(20, 6)
         self.dropout = nn.Dropout(dropout)
@@ -49,24 +49,24 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0):
         super().__init__()
         self.norm, self.mix, self.mlp = nn.LayerNorm(6), nn.Linear(6, 6), Mlp(dropout)
         self.post = nn.LayerNorm(6)  # as in Gemma 2, whose backward needs what the tiles return
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         scale = x.square().mean(-1) + 1 if x.ndim > 2 else None
         return self.post(self.mlp(self.norm(x + self.mix(x).cumsum(-2)), scale, residual=x))
 
 
 class Model(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0):
         super().__init__()
         self.embed = nn.Embedding(17, 6)
         self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 17)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -90,7 +90,7 @@ BATCHES = [(2, 13), (3, 3), (1, 1), (2, 0), (11,)]
 
 
 @distributed(world_size=2)
-def test_gradients_and_collectives_are_those_of_the_whole() -> None:
+def test_gradients_and_collectives_are_those_of_the_whole():
     torch.manual_seed(0)
     plain = Model().double()
     sharded = {name: copy.deepcopy(plain) for name in CASES}
@@ -122,7 +122,7 @@ def test_gradients_and_collectives_are_those_of_the_whole() -> None:
 @pytest.mark.parametrize(("tokens", "tiles"), [(3, 2), (7, 4), (8, 4), (10, 3), (16, 2)])
 def test_a_checkpoint_around_tiles_does_not_see_their_check(
     tokens: int, tiles: int, policy: bool | str
-) -> None:
+):
     """A selective one counts products, and would take those of the check for the forward's."""
     torch.manual_seed(0)
     plain, x = Block().double(), torch.randn(2, tokens, 6, dtype=torch.double)
@@ -138,7 +138,7 @@ def test_a_checkpoint_around_tiles_does_not_see_their_check(
 class Mixing(nn.Module):
     """A module that does not work on each token alone, in one of many ways."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str):
         super().__init__()
         self.how, self.linear = how, nn.Linear(6, 6)
         self.register_buffer("calls", torch.zeros(()))
@@ -172,7 +172,7 @@ MIXING = {
 
 
 @pytest.mark.parametrize("how", MIXING)
-def test_what_mixes_tokens_is_refused(how: str) -> None:
+def test_what_mixes_tokens_is_refused(how: str):
     torch.manual_seed(0)
     module = Mixing(how)
     module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ def test_what_mixes_tokens_is_refused(how: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_works_on_each_token_is_not_refused(dtype: torch.dtype) -> None:
+def test_what_works_on_each_token_is_not_refused(dtype: torch.dtype):
     torch.manual_seed(0)
     for module in (Mlp(dropout=0.5), MoE(layers=1, dim=6, experts=4).layers[0], Mixing("")):
         module.to(dtype).forward = tiled(module, "its", 3)
@@ -198,7 +198,7 @@ class Crossing(nn.Module):
         return x if context is None else x + F.scaled_dot_product_attention(x, context, context)
 
 
-def test_a_context_is_never_cut_however_long_it_is() -> None:
+def test_a_context_is_never_cut_however_long_it_is():
     torch.manual_seed(0)
     module, x = Crossing(), torch.randn(2, 12, 6)
     module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ def test_a_context_is_never_cut_however_long_it_is() -> None:
 
 
 @pytest.mark.parametrize("length", [2, 3, 12])
-def test_a_first_context_with_as_many_positions_as_there_are_tokens_is_refused(length: int) -> None:
+def test_a_first_context_with_as_many_positions_as_there_are_tokens_is_refused(length: int):
     torch.manual_seed(0)
     module, x = Crossing(), torch.randn(2, length, 6)
     module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
@@ -221,7 +221,7 @@ def test_a_first_context_with_as_many_positions_as_there_are_tokens_is_refused(l
             module(x, torch.randn(2, length, 6))
 
 
-def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
+def test_dropout_draws_for_each_tile_and_the_same_again():
     torch.manual_seed(0)
     module = Mlp(dropout=0.5).double()
     x, generator = torch.randn(2, 9, 6, dtype=torch.double), torch.random.get_rng_state()
@@ -252,12 +252,12 @@ def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
         ),
     ],
 )
-def test_rules_that_cannot_be_followed(units: Any, tiles: Any, text: str) -> None:
+def test_rules_that_cannot_be_followed(units: Any, tiles: Any, text: str):
     with pytest.raises(PlanError, match=re.escape(text)):
         plan_model(Model(), mesh=MeshSpec.sharded(8), units=units, tiles=tiles)
 
 
-def test_tiles_in_the_plan() -> None:
+def test_tiles_in_the_plan():
     model = Model()
     tiles = {"layers.0.mlp": 4, "layers.2.mlp": 4}
     plan = plan_model(

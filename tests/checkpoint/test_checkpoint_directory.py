@@ -114,7 +114,7 @@ def test_a_deletion_that_was_killed_leaves_nothing_that_is_taken_for_a_checkpoin
     path = write_checkpoint(tmp_path / "last", created=2)
     write_checkpoint(directory.replaced_of(path), created=1)
 
-    def delete_one_file(place: Path, **options: object) -> None:
+    def delete_one_file(place: Path, **options: object):
         if place.is_dir():
             (place / "data").unlink()
 
@@ -194,7 +194,7 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     path = write_checkpoint(tmp_path / "a")
     temporary = write_temporary(path)
 
-    def rename(source: Path, target: Path) -> None:
+    def rename(source: Path, target: Path):
         if source == temporary:
             raise OSError("no")
         original(source, target)

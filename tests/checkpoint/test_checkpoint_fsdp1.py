@@ -38,7 +38,7 @@ class Plain(nn.Module):
     flattens them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 6)
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))

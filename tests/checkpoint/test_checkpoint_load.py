@@ -24,7 +24,7 @@ def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).to(dtype)
 
 
-def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+def step(model: nn.Module, *optimizers: torch.optim.Optimizer):
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
     model(data.to(next(model.parameters()).dtype)).square().sum().backward()
     for optimizer in optimizers:
@@ -191,14 +191,14 @@ def test_checksums_of_what_is_written_in_many_blocks(shape, columns, tmp_path, m
 
 
 class Remembering(nn.Module):
-    def __init__(self, memory: object) -> None:
+    def __init__(self, memory: object):
         super().__init__()
         self.l, self.memory = nn.Linear(2, 2), memory
 
     def get_extra_state(self) -> object:
         return self.memory
 
-    def set_extra_state(self, state: object) -> None:
+    def set_extra_state(self, state: object):
         self.memory = state
 
 
@@ -272,7 +272,7 @@ def test_tied_values_that_differ_in_one_ranks_part_change_nothing_on_any(tmp_pat
 class Earlier(nn.Module):
     """What commit a27dd5d saved: tied weights, two dtypes and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.layer = nn.Embedding(7, 3), nn.Linear(3, 5, dtype=torch.bfloat16)
         self.head = nn.Linear(3, 7, bias=False)

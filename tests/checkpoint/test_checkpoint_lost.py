@@ -59,7 +59,7 @@ class Killer:
     them.
     """
 
-    def __init__(self, at: int | None) -> None:
+    def __init__(self, at: int | None):
         self.at, self.seen = at, 0
 
     def __call__(self, frame, event, arg):

@@ -87,7 +87,7 @@ SCHEDULERS = torch.optim.lr_scheduler
 
 
 class Halve:
-    def __init__(self) -> None:
+    def __init__(self):
         self.base = 0.5
 
     def __call__(self, epoch: int) -> float:

@@ -30,7 +30,7 @@ def build(kind: str, mesh: tuple[int, ...] | None = None) -> tuple[nn.Module, An
     return net, getattr(torchao, kind)(net.parameters(), lr=1e-2)
 
 
-def train(net: nn.Module, optimizer: Any, seeds: range) -> None:
+def train(net: nn.Module, optimizer: Any, seeds: range):
     for seed in seeds:
         optimizer.zero_grad()
         x = torch.randn(4, 192, generator=torch.Generator().manual_seed(seed))

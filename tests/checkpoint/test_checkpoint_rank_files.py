@@ -60,7 +60,7 @@ def write(folder):
     dist.barrier()
 
 
-def verl(folder: Path, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+def verl(folder: Path, model: dict[str, Any], optimizer: dict[str, Any]):
     suffix = f"world_size_2_rank_{dist.get_rank()}.pt"
     save(model, folder / f"model_{suffix}")
     save(optimizer, folder / f"optim_{suffix}")
@@ -70,7 +70,7 @@ def verl(folder: Path, model: dict[str, Any], optimizer: dict[str, Any]) -> None
     )
 
 
-def save(tree: Any, file: Path) -> None:
+def save(tree: Any, file: Path):
     file.parent.mkdir(exist_ok=True)
     torch.save(tree, file)
 
@@ -85,7 +85,7 @@ def written(tmp_path_factory) -> Path:
 ALL = ["fsdp2", "fsdp1-True-by-name", "fsdp1-False-by-name"]
 
 
-def check(path: Path, with_optimizer: bool = True) -> None:
+def check(path: Path, with_optimizer: bool = True):
     """What is loaded into a plain model is what training without sharding gives."""
     expected, model = trained_plain(), build(seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)

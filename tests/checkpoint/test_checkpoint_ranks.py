@@ -32,7 +32,7 @@ from shardkit.checkpoint.format import find_tensors
 from shardkit.errors import CheckpointError, ShardkitError
 
 
-def save_trained(path: Path, shape: tuple[int, ...] | None, async_: bool = False) -> None:
+def save_trained(path: Path, shape: tuple[int, ...] | None, async_: bool = False):
     """Train, save, and leave beside it what a load must give, and how training goes on."""
     state = build(shape)
     train(*state)
@@ -47,7 +47,7 @@ def save_trained(path: Path, shape: tuple[int, ...] | None, async_: bool = False
         torch.save({"at_save": at_save, "losses": losses, "end": end}, f"{path}.expected")
 
 
-def load_and_compare(path: Path, shape: tuple[int, ...] | None, goes_on: bool = False) -> None:
+def load_and_compare(path: Path, shape: tuple[int, ...] | None, goes_on: bool = False):
     """Load into what differs in every value, and compare; where the arithmetic is the same, train
     on too.
     """
@@ -148,7 +148,7 @@ def assert_same_training(got, expected):
 # --- What is refused, together, with nothing changed ----------------------------------------------
 
 
-def flip(file: Path, at: int) -> None:
+def flip(file: Path, at: int):
     if is_first():
         data = bytearray(file.read_bytes())
         data[at] ^= 4

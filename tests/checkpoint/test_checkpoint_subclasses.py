@@ -35,7 +35,7 @@ def build(kind: str, seed: int = 0, mesh: bool = True) -> nn.Module:
     return net
 
 
-def to_float8(net: nn.Module) -> None:
+def to_float8(net: nn.Module):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(
@@ -43,7 +43,7 @@ def to_float8(net: nn.Module) -> None:
     )
 
 
-def to_nf4(net: nn.Module) -> None:
+def to_nf4(net: nn.Module):
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
     for layer in (net[0], net[2]):
@@ -156,7 +156,7 @@ def test_float8_weights_from_meta_stay_what_they_are(way, tmp_path):
 class Adapted(nn.Module):
     """A quantized base that is frozen, and an adapter that trains."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module):
         super().__init__()
         self.base, self.adapter = base, nn.Linear(64, 8)
 

@@ -25,7 +25,7 @@ WIDTH = 512
 class Adapted(nn.Module):
     """A frozen layer with an adapter beside it, and statistics that train with the adapter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH)
         self.down = nn.Linear(WIDTH, 2, bias=False)
@@ -51,7 +51,7 @@ def adamw(net: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], lr=1e-2)
 
 
-def step(net: nn.Module, optimizer: Any) -> None:
+def step(net: nn.Module, optimizer: Any):
     optimizer.zero_grad()
     net(torch.arange(4.0 * WIDTH).reshape(4, WIDTH).sin()).square().mean().backward()
     optimizer.step()
@@ -127,7 +127,7 @@ def test_freezing_that_changed_is_one_error_or_left_alone(trainable_only, tmp_pa
 
 
 class Tied(nn.Module):
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool):
         super().__init__()
         self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
         if tied:

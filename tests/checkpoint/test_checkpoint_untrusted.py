@@ -19,7 +19,7 @@ from shardkit.errors import CheckpointError
 class Runs:
     """Pickled code, that leaves a mark."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark: Path):
         self.mark = mark
 
     def __reduce__(self):
@@ -31,7 +31,7 @@ def net() -> torch.nn.Module:
     return torch.nn.Linear(3, 4)
 
 
-def refused(path: Path, match: str | None = None) -> None:
+def refused(path: Path, match: str | None = None):
     model = net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=match):
@@ -44,7 +44,7 @@ def dcp_directory(path: Path) -> Path:
     return path
 
 
-def change_metadata(path: Path, change) -> None:
+def change_metadata(path: Path, change):
     found = pickle.loads((path / ".metadata").read_bytes())
     (path / ".metadata").write_bytes(pickle.dumps(change(found) or found))
 
@@ -118,7 +118,7 @@ def test_metadata_that_leads_out_of_the_directory_is_refused(name, tmp_path):
 # ---- manifests -----------------------------------------------------------------------------------
 
 
-def rewrite(path: Path, change) -> None:
+def rewrite(path: Path, change):
     """Change a manifest, and its digest with it."""
     body = json.loads((path / "manifest.json").read_bytes())
     change(body)

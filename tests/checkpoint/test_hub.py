@@ -46,7 +46,7 @@ def files_of(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def assert_equal(got, wanted) -> None:
+def assert_equal(got, wanted):
     assert got.keys() == wanted.keys()
     different = [name for name in wanted if not torch.equal(got[name], wanted[name])]
     assert not different, different
@@ -222,7 +222,7 @@ class Host(NamedTuple):
 
     group: dist.ProcessGroup
 
-    def load(self, file: str) -> None:
+    def load(self, file: str):
         dist.broadcast_object_list([file], src=0, group=self.group)
         dist.barrier(self.group)
 
@@ -289,7 +289,7 @@ def test_a_save_that_is_stopped_at_any_rename_leaves_a_whole_model(stop, tmp_pat
     (place / "checkpoint-1" / "trainer_state.json").write_text("{}")
     rename, seen = os.rename, []
 
-    def stops(source: Path, target: Path) -> None:
+    def stops(source: Path, target: Path):
         seen.append(target.name)
         if len(seen) == at:
             raise stop

@@ -28,7 +28,7 @@ class Net(nn.Module):
     buffer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))

@@ -28,7 +28,7 @@ from shardkit.checkpoint.format import find_tensors as locate
 from shardkit.errors import CheckpointError
 
 
-def read(path: Path, into: Mapping[str, torch.Tensor]) -> None:
+def read(path: Path, into: Mapping[str, torch.Tensor]):
     found = locate(path)
     read_parts((found[name], part_of(tensor)) for name, tensor in into.items())
 

@@ -22,7 +22,7 @@ from torch import nn
 import shardkit
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Leave one skipped test of this folder where there is no GPU."""
     folder = Path(__file__).parent
     ours = [item for item in items if item.path.parent == folder]
@@ -49,6 +49,6 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def full_float32() -> None:
+def full_float32():
     """Plain and sharded models are compared in float32, not TF32."""
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -27,7 +27,7 @@ from shardkit.testing import fake_world
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def test_sleep_and_wake() -> None:
+def test_sleep_and_wake():
     model = sharded()
     optimizer = adamw(model.parameters())
     train(model, optimizer)
@@ -45,7 +45,7 @@ def test_sleep_and_wake() -> None:
 
 
 @needs_gpu
-def test_out_of_memory_and_on() -> None:
+def test_out_of_memory_and_on():
     model = sharded()
     optimizer = adamw(model.parameters())
     train(model, optimizer)
@@ -64,7 +64,7 @@ def test_out_of_memory_and_on() -> None:
 
 
 @needs_gpu
-def test_predicted_against_allocated_peak() -> None:
+def test_predicted_against_allocated_peak():
     dist.destroy_process_group()
     shape = Shape(width=1024, mlp=4096, layers=8, heads=16, kv_heads=8, vocabulary=32_000)
     x = torch.randint(shape.vocabulary, (4, 1024))

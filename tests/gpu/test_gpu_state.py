@@ -29,7 +29,7 @@ from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path) -> None:
+def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path):
     model = sharded()
     optimizer = adamw(model.parameters())
     train(model, optimizer)
@@ -44,7 +44,7 @@ def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path) -> None
     assert_same(values(other), expected)
 
 
-def test_the_random_state_of_the_device_resumes(tmp_path: Path) -> None:
+def test_the_random_state_of_the_device_resumes(tmp_path: Path):
     model = sharded()
     torch.rand(3, device=DEVICE)
     shardkit.checkpoint.save_checkpoint(tmp_path / "saved", model)
@@ -55,7 +55,7 @@ def test_the_random_state_of_the_device_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_weights_are_read_into_a_model_on_meta(tmp_path: Path, offloads: bool) -> None:
+def test_weights_are_read_into_a_model_on_meta(tmp_path: Path, offloads: bool):
     model = sharded()
     shardkit.checkpoint.save_checkpoint(tmp_path / "saved", model)
     with shardkit.init_on_meta():
@@ -67,7 +67,7 @@ def test_weights_are_read_into_a_model_on_meta(tmp_path: Path, offloads: bool) -
     other(tokens()).backward()
 
 
-def test_full_state() -> None:
+def test_full_state():
     model, other = sharded(), sharded(seed=2)
     shardkit.load_full_state_dict(other, shardkit.full_state_dict(model))
     assert_same(values(other), values(model))
@@ -77,7 +77,7 @@ def test_full_state() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE.type])
-def test_materialized_as_constructed(device: str) -> None:
+def test_materialized_as_constructed(device: str):
     torch.manual_seed(5)
     with torch.device(device):
         expected = Llama(SHAPE, 64)
@@ -90,7 +90,7 @@ def test_materialized_as_constructed(device: str) -> None:
     assert torch.equal(torch.rand(3, device=device), next_number)  # the generator goes on
 
 
-def test_drop_in_trains_as_the_plain_model() -> None:
+def test_drop_in_trains_as_the_plain_model():
     ours, theirs = FSDP(plain(), device_id=DEVICE if HAS_GPU else None), plain()
     train(ours, adamw(ours.parameters()))
     train(theirs, adamw(theirs.parameters()))
@@ -100,7 +100,7 @@ def test_drop_in_trains_as_the_plain_model() -> None:
     assert_close({name.replace(prefix, ""): value for name, value in found.items()}, values(theirs))
 
 
-def test_drop_in_with_a_penalty_that_is_computed_before_the_forward() -> None:
+def test_drop_in_with_a_penalty_that_is_computed_before_the_forward():
     """Autograd adds its gradient in another stream than the reduction's, which is kept busy: what
     does not wait for it is lost.
     """
@@ -108,7 +108,7 @@ def test_drop_in_with_a_penalty_that_is_computed_before_the_forward() -> None:
     ours = FSDP(plain(), device_id=DEVICE if HAS_GPU else None, auto_wrap_policy=policy)
     theirs = plain()
 
-    def hold_up(param: Tensor) -> None:
+    def hold_up(param: Tensor):
         keep_stream_busy(50)
 
     for name, param in ours.named_parameters():

@@ -24,7 +24,7 @@ from gpu_net import (
     train,
     values,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardkit
@@ -35,26 +35,26 @@ from shardkit.testing import fake_world
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def test_group_and_places() -> None:
+def test_group_and_places():
     model = sharded()
     assert dist.get_backend() == ("cpu:gloo,cuda:nccl" if HAS_GPU else "gloo")
     assert {param.to_local().device for param in model.parameters()} == {DEVICE}
     model(tokens().cpu()).backward()  # FSDP2 moves inputs
 
 
-def test_float32_trains_as_the_plain_model() -> None:
+def test_float32_trains_as_the_plain_model():
     ours, theirs = sharded(), plain()
     losses = train(ours, adamw(ours.parameters()))
     assert torch.equal(losses, train(theirs, adamw(theirs.parameters())))
     assert_same(values(ours), values(theirs))
 
 
-def test_clipping_as_the_plain_model() -> None:
+def test_clipping_as_the_plain_model():
     """The norm adds in another order."""
     ours, theirs = sharded(), plain()
     norms = []
 
-    def clip_plain(model: nn.Module) -> None:
+    def clip_plain(model: nn.Module):
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
     train(ours, adamw(ours.parameters()), clip=partial(shardkit.clip_grad_norm_, max_norm=0.1))
@@ -75,7 +75,7 @@ SAME_AS_BY_HAND: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SAME_AS_BY_HAND)
-def test_as_fully_shard_by_hand(name: str) -> None:
+def test_as_fully_shard_by_hand(name: str):
     settings = SAME_AS_BY_HAND[name]
     by_torch = {key: value for key, value in settings.items() if key == "mp_policy"}
     ours, theirs = sharded(**settings), by_hand(**by_torch)
@@ -85,7 +85,7 @@ def test_as_fully_shard_by_hand(name: str) -> None:
 
 
 @needs_gpu
-def test_compiled() -> None:
+def test_compiled():
     """Fused kernels round in other places, and bf16 has 8 bits: a gradient near zero may have the
     other sign. Each of three steps moves a weight by about 1e-3.
     """
@@ -99,19 +99,19 @@ def test_compiled() -> None:
 class Uneven(nn.Module):
     """A scalar, an empty parameter, sizes that 8 ranks do not divide, and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(13, 7), nn.Linear(7, 3)
         self.gain, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 4))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         out = self.down(torch.relu(self.up(x))) * self.gain
         return out.square().mean() + self.empty.sum()
 
 
-def test_scalars_and_empty_parameters() -> None:
+def test_scalars_and_empty_parameters():
     torch.manual_seed(0)
     theirs = Uneven().to(DEVICE)
     ours = shardkit.shard_model(copy.deepcopy(theirs))
@@ -126,7 +126,7 @@ def test_scalars_and_empty_parameters() -> None:
     assert ours.calls.device.type == DEVICE.type
 
 
-def test_empty_shards_of_the_last_rank_of_8() -> None:
+def test_empty_shards_of_the_last_rank_of_8():
     """Norms of empty lists, fused AdamW on empty tensors."""
     dist.destroy_process_group()
     with fake_world(8, rank=7):
@@ -163,7 +163,7 @@ if HAS_GPU:
 
 
 @pytest.mark.parametrize("name", ADAMW)
-def test_steps_on_local_shards(name: str) -> None:
+def test_steps_on_local_shards(name: str):
     ours, theirs = sharded(), sharded()
     local = torch.optim.AdamW(ours.parameters(), lr=1e-3, **ADAMW[name])
     train(ours, shardkit.step_on_local_shards(local))
@@ -171,7 +171,7 @@ def test_steps_on_local_shards(name: str) -> None:
     assert_same(values(ours), values(theirs))
 
 
-def test_optimizer_in_backward() -> None:
+def test_optimizer_in_backward():
     ours, theirs = sharded(), sharded()
     train(ours, shardkit.optimizer_in_backward(ours, adamw))
     train(theirs, adamw(theirs.parameters()))
@@ -179,7 +179,7 @@ def test_optimizer_in_backward() -> None:
 
 
 @needs_gpu
-def test_optimizer_in_backward_of_offloaded_gradients() -> None:
+def test_optimizer_in_backward_of_offloaded_gradients():
     """Large, so that a gradient is still on its way to pinned memory when torch 2.11 calls the hook
     that steps it.
     """
@@ -200,7 +200,7 @@ def test_optimizer_in_backward_of_offloaded_gradients() -> None:
 
 
 @needs_gpu
-def test_offloaded_parameters() -> None:
+def test_offloaded_parameters():
     """AdamW on the CPU rounds otherwise than on the GPU."""
     ours = sharded(offload_policy=CPUOffloadPolicy(pin_memory=True))
     theirs = plain()
@@ -217,7 +217,7 @@ def test_offloaded_parameters() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"keep_unsharded": True}, {"shard_gradients": True}], ids=str
 )
-def test_accumulation(settings: dict[str, bool]) -> None:
+def test_accumulation(settings: dict[str, bool]):
     ours, theirs = sharded(), plain()
     for step in range(3):
         (theirs(tokens(step)) / 3).backward()
@@ -228,7 +228,7 @@ def test_accumulation(settings: dict[str, bool]) -> None:
 
 
 @needs_gpu
-def test_fp16_overflow_skips_the_step() -> None:
+def test_fp16_overflow_skips_the_step():
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     model = sharded(mp_policy=policy)
     optimizer, scaler = adamw(model.parameters()), shardkit.GradScaler(init_scale=2.0**30)
@@ -242,7 +242,7 @@ def test_fp16_overflow_skips_the_step() -> None:
     assert_same(values(model), before)
 
 
-def test_muon_on_whole_matrices() -> None:
+def test_muon_on_whole_matrices():
     """Its iteration in bfloat16 is run on the same full matrices."""
     ours, theirs = sharded(), plain()
     for model, wrap in ((ours, shardkit.step_on_whole_matrices), (theirs, lambda muon: muon)):
@@ -251,7 +251,7 @@ def test_muon_on_whole_matrices() -> None:
     assert_same(values(ours), values(theirs))
 
 
-def test_average_in_place_of_the_model() -> None:
+def test_average_in_place_of_the_model():
     model = sharded()
     average = sharded_average(model, 0.5)
     average.update_parameters(model)
@@ -271,13 +271,13 @@ def test_average_in_place_of_the_model() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"mp_policy": BF16}, {"checkpoint_activations": True}], ids=str
 )
-def test_a_whole_step_has_no_host_sync(settings: dict[str, Any]) -> None:
+def test_a_whole_step_has_no_host_sync(settings: dict[str, Any]):
     for wrap in (lambda optimizer: optimizer, shardkit.step_on_local_shards):
         model = sharded(**settings)
         optimizer, x = wrap(adamw(model.parameters())), tokens()
         count = torch.tensor(128, device=DEVICE)
 
-        def step() -> None:
+        def step():
             total = shardkit.global_token_count(count, model)  # noqa: B023
             shardkit.scale_loss(model(x), total, model).backward()  # noqa: B023
             shardkit.clip_grad_norm_(model, 1.0)  # noqa: B023
@@ -291,7 +291,7 @@ def test_a_whole_step_has_no_host_sync(settings: dict[str, Any]) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("name", ["in backward", "accumulate", "count", "scale", "average"])
-def test_what_else_has_no_host_sync(name: str) -> None:
+def test_what_else_has_no_host_sync(name: str):
     model, x = sharded(), tokens()
     if name == "in backward":
         optimizer = shardkit.optimizer_in_backward(model, adamw)
@@ -304,12 +304,12 @@ def test_what_else_has_no_host_sync(name: str) -> None:
     if name != "scale":
         optimizer.zero_grad()
 
-    def accumulated() -> None:
+    def accumulated():
         for last in (False, True):
             with shardkit.accumulate(model, last=last):
                 model(x).backward()
 
-    def step() -> None:
+    def step():
         model(x).backward()
         optimizer.step()
 

@@ -82,7 +82,7 @@ def train_on_two_ranks(name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_trains_as_one_process_with_both_batches(two_ranks: RankPool, name: str) -> None:
+def test_trains_as_one_process_with_both_batches(two_ranks: RankPool, name: str):
     """AdamW moves a weight by about 1e-3 a step, also where a gradient is all rounding: bf16 turns
     the sign of some such steps, so the mean counts there.
     """
@@ -91,7 +91,7 @@ def test_trains_as_one_process_with_both_batches(two_ranks: RankPool, name: str)
         assert largest < (6e-3 if name == "bf16" else 1e-4)
 
 
-def save_and_load(folder: str) -> None:
+def save_and_load(folder: str):
     model, other = sharded(plain(0)), sharded(plain(1))
     shardkit.checkpoint.save_checkpoint(f"{folder}/saved", model, async_=True).wait()
     shardkit.checkpoint.load_checkpoint(f"{folder}/saved", other)
@@ -101,7 +101,7 @@ def save_and_load(folder: str) -> None:
         assert full["embed.weight"].shape == (SHAPE.vocabulary, SHAPE.width)
 
 
-def test_state_and_asynchronous_save(two_ranks: RankPool, tmp_path: Any) -> None:
+def test_state_and_asynchronous_save(two_ranks: RankPool, tmp_path: Any):
     two_ranks.run(save_and_load, str(tmp_path))
 
 
@@ -109,7 +109,7 @@ def test_state_and_asynchronous_save(two_ranks: RankPool, tmp_path: Any) -> None
 # A group of one rank has no all-gather.
 
 
-def forward_right_after_wake() -> None:
+def forward_right_after_wake():
     model = sharded(plain())
     expected = model(tokens()).detach().clone()
     sleep(model)
@@ -118,7 +118,7 @@ def forward_right_after_wake() -> None:
     assert torch.equal(model(tokens()).detach(), expected)
 
 
-def wake_on_another_stream() -> None:
+def wake_on_another_stream():
     model = sharded(plain())
     expected = model(tokens()).detach().clone()
     sleep(model)
@@ -131,7 +131,7 @@ def wake_on_another_stream() -> None:
     assert torch.equal(found, expected)
 
 
-def wake_after_the_event_of_a_step() -> None:
+def wake_after_the_event_of_a_step():
     """With ``set_post_optim_event`` the first all-gather waits for that event only."""
     model = sharded(plain())
     expected = model(tokens()).detach().clone()
@@ -146,5 +146,5 @@ def wake_after_the_event_of_a_step() -> None:
 @pytest.mark.parametrize(
     "check", [forward_right_after_wake, wake_on_another_stream, wake_after_the_event_of_a_step]
 )
-def test_the_first_forward_waits_for_wake(two_ranks: RankPool, check: Callable[[], None]) -> None:
+def test_the_first_forward_waits_for_wake(two_ranks: RankPool, check: Callable[[], None]):
     two_ranks.run(check)

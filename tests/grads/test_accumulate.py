@@ -138,7 +138,7 @@ def test_a_body_that_raises_leaves_no_gradient_behind():
     lost, ids = batches(1, 3), batches(2, 3)
     expected = one_large_batch(integer_net(), ids)
 
-    def fail(i: int) -> None:
+    def fail(i: int):
         if i == 1:
             raise Broken
 
@@ -230,7 +230,7 @@ def test_a_part_of_what_waits_for_one_all_reduce_cannot_be_dropped():
 class Branches(nn.Module):
     """Micro-batches use one of two layers, in one unit."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, rows, bias=False)
 
@@ -366,7 +366,7 @@ class Failing:
     it is told to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.where = ""
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ def step(
     return [*grads, *(param.detach().to_local().clone() for param in net.parameters())]
 
 
-def fail(net: nn.Module, failing: Failing, where: str, ids: Tensor, **options: Any) -> None:
+def fail(net: nn.Module, failing: Failing, where: str, ids: Tensor, **options: Any):
     """Raise in the last of the micro-batches, after the others have left gradients behind, or in
     the first alone.
     """

@@ -37,7 +37,7 @@ def model(case: str) -> nn.Module:
     return net
 
 
-def spoil(net: nn.Module, case: str, value: float) -> None:
+def spoil(net: nn.Module, case: str, value: float):
     """One element of the gradients of rank 2; of both its replicas on an HSDP mesh, as after an
     all-reduce.
     """

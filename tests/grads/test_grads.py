@@ -31,7 +31,7 @@ from shardkit.grads import clip_grad_norm_
 from shardkit.testing import assert_same_on_all_ranks, fake_world
 
 
-def assert_norm(norm: torch.Tensor, full: dict[str, torch.Tensor], p: float) -> None:
+def assert_norm(norm: torch.Tensor, full: dict[str, torch.Tensor], p: float):
     """It is that of the full gradients, above a limit of 1, on every rank."""
     exact = exact_norm(full, p)
     assert exact > 1.0, "nothing to clip"
@@ -287,7 +287,7 @@ def everything(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: grad for each in gathered for name, grad in each.items()}
 
 
-def check(model: nn.Module, names: dict[str, str], p: float, reduces: int) -> None:
+def check(model: nn.Module, names: dict[str, str], p: float, reduces: int):
     """The norm of all ranks' parameters; ``names`` maps prefixes to what tells different experts
     apart.
     """

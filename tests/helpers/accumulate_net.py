@@ -39,7 +39,7 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 def micro_steps(
     model: nn.Module, ids: Tensor, after: Callable[[int], None] | None = None, **options: object
-) -> None:
+):
     """A step of this rank's micro-batches; ``after`` is called inside, after each backward."""
     for i, mine in enumerate(ids[:, dist.get_rank()]):
         with accumulate(model, last=i == len(ids) - 1, **options):

@@ -23,7 +23,7 @@ class Trained(Net):
     tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.unused = nn.Parameter(torch.zeros(5))
         self.register_buffer("steps", torch.tensor(0))
@@ -32,7 +32,7 @@ class Trained(Net):
     def get_extra_state(self) -> dict[str, int]:
         return self.note
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
+    def set_extra_state(self, state: dict[str, int]):
         self.note = state
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

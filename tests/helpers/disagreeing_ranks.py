@@ -73,7 +73,7 @@ class Net(nn.Module):
     it aborts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         self.tower = nn.Linear(16, 16)
@@ -92,7 +92,7 @@ class Net(nn.Module):
         return x
 
 
-def step(model: nn.Module, kind: str) -> None:
+def step(model: nn.Module, kind: str):
     """One step; ``kind`` is empty unless this rank disagrees in it."""
     if kind == "raises":
         raise ValueError("bad sample")  # raises
@@ -108,9 +108,7 @@ def step(model: nn.Module, kind: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def rank_of(
-    kind: str, rank: int, folder: Path, after: float, how: str, mesh: tuple[int, ...]
-) -> None:
+def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tuple[int, ...]):
     """Train as one rank; what is logged goes to the file of the rank."""
     output = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
@@ -140,7 +138,7 @@ def rank_of(
     os._exit(0)
 
 
-def train(model: nn.Module, kind: str, rank: int, steps: int) -> None:
+def train(model: nn.Module, kind: str, rank: int, steps: int):
     """Train, until this rank disagrees or longer."""
     for number in range(steps):
         disagrees = number == STEP and rank == EXPECTED[kind].rank

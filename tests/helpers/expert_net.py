@@ -29,7 +29,7 @@ TOKENS = (11, 5, 0, 7, 3, 12, 1, 2)  # of each rank
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(EXPERTS, DIM, DIM, dtype=torch.double) / 3)
         self.bias = nn.Parameter(torch.randn(EXPERTS, DIM, dtype=torch.double))
@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.experts = nn.Linear(DIM, DIM, dtype=torch.double), Experts()
         # a scalar, which is replicated
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class ExpertNet(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0):
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.ModuleList(Block() for _ in range(2))
@@ -100,12 +100,12 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, EXPERTS, (TOKENS[rank],), generator=generator)
 
 
-def sharded_backward(model: nn.Module, step: int) -> None:
+def sharded_backward(model: nn.Module, step: int):
     x, expert = batch(dist.get_rank(), step)
     scale_loss(model(x, expert).square().sum(), global_token_count(len(x), model), model).backward()
 
 
-def plain_backward(model: nn.Module, ranks: int, step: int) -> None:
+def plain_backward(model: nn.Module, ranks: int, step: int):
     losses = [model(*batch(rank, step)).square().sum() for rank in range(ranks)]
     torch.stack(losses).sum().div(sum(TOKENS[:ranks])).backward()
 

@@ -27,7 +27,7 @@ SERVES = sys.platform == "linux"
 TIMEOUT = 120  # seconds for one program; then it is killed, and its exit code is -9
 
 
-def serve() -> None:
+def serve():
     """Fork the server, unless there is one. It ends with the last process that could ask it."""
     server = forkserver._forkserver
     if not SERVES or server._forkserver_address is not None:
@@ -89,7 +89,7 @@ def start(folder: Path, *words: str | Path, cwd: Path | None = None) -> BaseProc
     return process
 
 
-def _run(command: list[str], cwd: Path, environment: dict[str, str], folder: Path) -> None:
+def _run(command: list[str], cwd: Path, environment: dict[str, str], folder: Path):
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
@@ -117,7 +117,7 @@ def _run(command: list[str], cwd: Path, environment: dict[str, str], folder: Pat
     os._exit(code)  # what else ends with an interpreter is pytest's; ranks end with their parent
 
 
-def _run_as_main(command: list[str]) -> None:
+def _run_as_main(command: list[str]):
     sys.argv = command if command[0] not in ("-m", "-c") else command[1:]
     sys.path.insert(0, str(Path(command[0]).parent) if sys.argv is command else "")
     if command[0] == "-m":
@@ -128,7 +128,7 @@ def _run_as_main(command: list[str]) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
-def _forget_pytest() -> None:
+def _forget_pytest():
     """Take back what pytest sets while it collects: where logs go, and which
     warnings are errors.
     """

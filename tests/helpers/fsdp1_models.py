@@ -26,7 +26,7 @@ TOKENS, DIM = 11, 7  # neither divides by the number of ranks
 class Decoder(small_models.Decoder):
     """Tied embedding and head, a frozen block, a frozen norm, and a buffer that forward reads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         super().__init__(3, DIM, TOKENS, tied=True)
         self.register_buffer("positions", torch.rand(5, DIM), persistent=False)
@@ -44,7 +44,7 @@ class Decoder(small_models.Decoder):
 class ConvNet(nn.Module):
     """BatchNorm, which FSDP1 leaves in float32 under mixed precision and a policy."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Conv2d(3, 5, 3)

@@ -78,14 +78,14 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]):
     """Equal bit for bit."""
     assert ours.keys() == theirs.keys()
     different = [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
     assert not different
 
 
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]):
     """Equal but for the rounding of float32 in another order of additions, over three steps."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -112,7 +112,7 @@ def no_host_syncs() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def keep_stream_busy(milliseconds: int = 200) -> None:
+def keep_stream_busy(milliseconds: int = 200):
     """Let the current stream work, so that what does not wait for it reads too early."""
     if HAS_GPU:
         torch.cuda._sleep(int(milliseconds * 1.5e6))

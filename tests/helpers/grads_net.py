@@ -18,7 +18,7 @@ ORDERS = [2.0, 1.0, 0.5, 3.0, math.inf]
 class Net(nn.Module):
     """Dim 0 not divisible by 4 ranks (7), smaller than 4 (3, 1), frozen, tied."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 6)
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
@@ -81,7 +81,7 @@ def full_grads(net: nn.Module) -> dict[str, torch.Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads_of.items()}
 
 
-def assert_grads(net: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+def assert_grads(net: nn.Module, expected: dict[str, torch.Tensor]):
     """Gradients are the full ``expected``, to the bit; each rank looks at its own part."""
     grads = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
     assert grads.keys() == expected.keys()
@@ -113,7 +113,7 @@ def bound(full: dict[str, torch.Tensor], p: float) -> float:
 
 def assert_scaled(
     net: nn.Module, before: dict[str, torch.Tensor], norm: torch.Tensor, limit: float
-) -> None:
+):
     """Every gradient is its old value times the one factor, to the bit."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     after = full_grads(net)

@@ -30,7 +30,7 @@ class Critic(nn.Module):
     after its blocks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.randn(8))
         self.scale = nn.Parameter(torch.tensor(1.5))  # replicated
@@ -115,7 +115,7 @@ def differences(plain: nn.Module, sharded: nn.Module, grads: bool = True) -> lis
 
 def assert_trains_alike(
     plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module, int], Tensor], steps: int = 2
-) -> None:
+):
     """Both copies give the same losses, gradients and parameters, bit for bit, all ranks having one
     batch.
     """

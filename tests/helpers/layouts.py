@@ -19,7 +19,7 @@ class Layer(nn.Module):
     elements.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
         self.experts = nn.Module()
@@ -33,7 +33,7 @@ class Layered(nn.Module):
     not be tied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 6)
         self.blocks = nn.ModuleList(Layer() for _ in range(2))
@@ -183,7 +183,7 @@ def parts_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
 
 def assert_plain_values(
     net: nn.Module, optimizer: torch.optim.Optimizer, layout: Callable[[nn.Module], nn.Module]
-) -> None:
+):
     """Compare with ``built(layout)``, whose full tensors are compared with the plain model's when
     it is saved.
     """
@@ -207,9 +207,7 @@ def values_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     return found
 
 
-def assert_equal(
-    found: dict[str, Tensor], expected: dict[str, Tensor], *, some: bool = False
-) -> None:
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], *, some: bool = False):
     """To the bit; ``some`` of them, where a stage has no more."""
     assert found
     assert some or found.keys() == expected.keys()

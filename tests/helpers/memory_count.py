@@ -25,20 +25,20 @@ class LiveStorages(TorchDispatchMode):
     resizing shows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.sizes: dict[int, int] = {}
         self.live = 0
         self.peak = 0
         self._references: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def see(self, storage: torch.UntypedStorage) -> None:
+    def see(self, storage: torch.UntypedStorage):
         key, size = id(storage), storage.nbytes()
         if key not in self.sizes:
             self._references.append(weakref.ref(storage, lambda _: self._change(key, 0, gone=True)))
         self._change(key, size)
 
-    def _change(self, key: int, size: int, gone: bool = False) -> None:
+    def _change(self, key: int, size: int, gone: bool = False):
         self.live += size - self.sizes.get(key, 0)
         self.sizes[key] = size
         if gone:

@@ -17,7 +17,7 @@ class Holder(nn.Module):
     matters.
     """
 
-    def __init__(self, fill) -> None:
+    def __init__(self, fill):
         super().__init__()
         fill(self)
         self.after = nn.Linear(5, 3)

@@ -39,7 +39,7 @@ class Node(NamedTuple):
             self.command(*words), check=True, capture_output=True, text=True
         ).stdout
 
-    def lose(self) -> None:
+    def lose(self):
         """Lose the node as in a power failure: no connection is closed, and nothing answers any more."""
         self.run("ip", "address", "flush", "dev", INTERFACE)
         os.kill(self.pid, 9)

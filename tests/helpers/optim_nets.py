@@ -46,12 +46,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_same_parameters(net: nn.Module, other: nn.Module) -> None:
+def assert_same_parameters(net: nn.Module, other: nn.Module):
     for (name, param), expected in zip(net.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(local(param), local(expected)), name
 
 
-def assert_same_state(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+def assert_same_state(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer):
     """The same keys, classes, placements and bits, parameter for parameter."""
     pairs = zip(optimizer.param_groups, other.param_groups, strict=True)
     params = [

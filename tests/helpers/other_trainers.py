@@ -27,7 +27,7 @@ ROWS, BATCH, CLIP, LR = 16, 4, 0.5, 1e-2  # BATCH: rows of a step's micro-batch,
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 
-def packages(*names: str) -> None:
+def packages(*names: str):
     """Import what the module's tests need; skip them where it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -114,10 +114,10 @@ def plain_loop(
 class Trained:
     """A model after training, and its losses and norms of gradients."""
 
-    def __init__(self, model: nn.Module, losses: list[float], norms: list[float]) -> None:
+    def __init__(self, model: nn.Module, losses: list[float], norms: list[float]):
         self.model, self.losses, self.norms = model, losses, norms
 
-    def assert_like(self, model: nn.Module, prefix: str = "") -> None:
+    def assert_like(self, model: nn.Module, prefix: str = ""):
         """The sharded ``model`` has these parameters but for the rounding of sums over ranks."""
         whole = full(model)
         for name, param in self.model.named_parameters():
@@ -131,7 +131,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]):
     """Bit-equal."""
     assert first.keys() == second.keys()
     assert not [name for name in first if not torch.equal(first[name], second[name])]

@@ -41,7 +41,7 @@ def assert_trains_like_plain(
     steps: int = 3,
     micro_batches: int = 1,
     **options: Any,
-) -> None:
+):
     """Train an entry, or that of a name in the zoo, and its copy under
     ``shard_model(copy, **options)``: equal bits.
 
@@ -99,7 +99,7 @@ def _copies(
     return plain, sharded, plan
 
 
-def _stop_caching(model: nn.Module) -> None:
+def _stop_caching(model: nn.Module):
     """What is recomputed must not append to a cache; transformers gives an encoder or decoder its
     own config.
     """
@@ -149,7 +149,7 @@ class _Boundary(torch.autograd.Function):
         return grads
 
 
-def _add_up_gradients_at_unit_inputs(plain: nn.Module, plan: ShardingPlan) -> None:
+def _add_up_gradients_at_unit_inputs(plain: nn.Module, plan: ShardingPlan):
     """Give the plain model a node of its graph where each unit begins, for ``Entry.crossing``."""
 
     def cross(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -175,9 +175,7 @@ def _ties(model: nn.Module) -> set[tuple[str, ...]]:
     return {tuple(fqns) for fqns in groups.values()}
 
 
-def _backward(
-    entry: Entry, plain: nn.Module, sharded: nn.Module, number: int, counts: float
-) -> None:
+def _backward(entry: Entry, plain: nn.Module, sharded: nn.Module, number: int, counts: float):
     """Both backwards of a micro-batch; the mean over the ranks of the plain gradients
     is their sum.
     """
@@ -192,7 +190,7 @@ def _backward(
     _raise_together(problems)
 
 
-def _add_gradients(plain: nn.Module, compute: nn.Module) -> None:
+def _add_gradients(plain: nn.Module, compute: nn.Module):
     """Add the gradients of a micro-batch in the parameters' own dtype, as FSDP2 adds them in
     ``reduce_dtype``.
     """
@@ -202,7 +200,7 @@ def _add_gradients(plain: nn.Module, compute: nn.Module) -> None:
             param.grad = grad if param.grad is None else param.grad + grad
 
 
-def _sum_over_ranks_(model: nn.Module, zeros: bool) -> None:
+def _sum_over_ranks_(model: nn.Module, zeros: bool):
     """Replace gradients by their sum over the ranks, where any rank has one.
 
     A parameter that no rank uses keeps None, or with ``zeros`` gets zeros, which is what FSDP2 does
@@ -246,7 +244,7 @@ def _differences(what: str, plain: dict[str, Tensor], sharded: dict[str, Tensor]
     return problems
 
 
-def _raise_together(problems: list[str]) -> None:
+def _raise_together(problems: list[str]):
     """Fail on all ranks if any found a problem, so that none is left waiting in a collective."""
     found = torch.tensor(len(problems))
     dist.all_reduce(found)
@@ -254,7 +252,7 @@ def _raise_together(problems: list[str]) -> None:
 
 
 @torch.no_grad()
-def _take_over(model: nn.Module, other: nn.Module) -> None:
+def _take_over(model: nn.Module, other: nn.Module):
     """Give ``model`` the parameters of ``other``, in its own dtypes, and no gradients."""
     others = dict(other.named_parameters())
     for fqn, param in model.named_parameters():

@@ -33,7 +33,7 @@ def _memory_stats(*args: Any) -> dict[str, int]:
     }
 
 
-def _reset_peak(*args: Any) -> None:
+def _reset_peak(*args: Any):
     memory.peak = memory.allocated()
 
 
@@ -56,7 +56,7 @@ class Module:
     stream = staticmethod(lambda stream: stream)
     device = staticmethod(lambda index: contextlib.nullcontext())
 
-    def __init__(self) -> None:
+    def __init__(self):
         generator = torch.Generator()  # of the CPU: Python backends have no generators (torch 2.13)
         self.default_generators = (generator,)
         self.manual_seed = self.manual_seed_all = generator.manual_seed
@@ -69,7 +69,7 @@ class Module:
 _data: Any = torch._C.TensorBase.data
 
 
-def _set_data(tensor: Tensor, value: Tensor) -> None:
+def _set_data(tensor: Tensor, value: Tensor):
     """``tensor.data = value`` across devices, which real accelerators accept and PrivateUse1 does
     not (torch 2.13).
     """
@@ -158,7 +158,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
 _registered: list[torch.library.Library] = []
 
 
-def _register() -> None:
+def _register():
     """Give PrivateUse1 its name, operators and module, once for the process."""
     # on import it compares what is patched here with copies of its own
     importlib.import_module("torch._dynamo")
@@ -179,7 +179,7 @@ def _register() -> None:
     dist.Backend.backend_capability["fake"].append(NAME)
 
 
-def _join_group() -> None:
+def _join_group():
     """Turn a process group of gloo into one of ``"cpu:gloo,pretend:gloo"``, from which further
     groups are made.
     """

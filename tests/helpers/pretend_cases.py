@@ -19,7 +19,7 @@ STARTS = ("cpu", "meta", "device")
 
 
 class Block(small_models.Block):
-    def __init__(self, scalar: bool) -> None:
+    def __init__(self, scalar: bool):
         super().__init__()
         self.gain = nn.Parameter(torch.tensor(0.5)) if scalar else 1.0
         self.register_buffer("seen", torch.zeros(()))
@@ -84,7 +84,7 @@ def devices(tensors: Any) -> set[str]:
     return {each.device.type for each in local}
 
 
-def check_same(one: Any, other: Any, case: object, exactly: bool = True) -> None:
+def check_same(one: Any, other: Any, case: object, exactly: bool = True):
     """Exact between runs on the accelerator. It takes operators apart that the CPU fuses
     (``linear``, ``gelu``), so against the CPU values differ by float32's rounding, for which
     torch's own bound stands.

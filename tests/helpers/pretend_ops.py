@@ -39,7 +39,7 @@ _set = torch.ops.aten.set_.source_Storage_storage_offset
 class _Memory:
     """The host memory under each of the device's storages, kept while the storage lives."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.host: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
         self.freed: set[int] = set()  # addresses whose storage was resized to 0
         self.pinned: dict[int, StorageWeakRef] = {}
@@ -163,7 +163,7 @@ def _tensors(value: Any) -> list[Tensor]:
     )
 
 
-def _check_devices(op: Any, direct: tuple[Any, ...]) -> None:
+def _check_devices(op: Any, direct: tuple[Any, ...]):
     """Raise as CUDA does: a CPU tensor may take part only as a scalar, and not in a list."""
     tensors = _tensors(direct)
     odd = [each for each in tensors if each.device.type != NAME]

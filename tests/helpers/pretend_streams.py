@@ -18,20 +18,20 @@ _under_way: list[tuple[Tensor, Tensor]] = []  # copies to pinned memory: target 
 
 
 class Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: Stream | None = None):
         pass
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: Stream | None = None):
         pass
 
     def query(self) -> bool:
         arrive()
         return True
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         host_waits("event")
 
 
@@ -40,13 +40,13 @@ class Stream:
     device_index, device_type = 0, 20
     stream_id = 1
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: Stream):
         pass
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Event):
         pass
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -54,7 +54,7 @@ class Stream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         host_waits("stream")
 
     def is_capturing(self) -> bool:
@@ -63,7 +63,7 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, *args: object) -> None:
+    def __exit__(self, *args: object):
         pass
 
 
@@ -74,7 +74,7 @@ def current_stream(*args: Any) -> Stream:
     return _stream
 
 
-def poison(host: torch.UntypedStorage) -> None:
+def poison(host: torch.UntypedStorage):
     """Fill memory with a pattern that is NaN in floating point, so that a use before
     a write shows.
     """
@@ -83,7 +83,7 @@ def poison(host: torch.UntypedStorage) -> None:
             torch.empty(0, dtype=torch.uint8, device="cpu").set_(host).fill_(0xFF)
 
 
-def copy_to_pinned(target: Tensor, value: Tensor) -> None:
+def copy_to_pinned(target: Tensor, value: Tensor):
     """Copy when the host waits; until then the target reads as NaN."""
     _under_way.append((target, value.clone()))
     nothing = torch.empty_like(value)
@@ -91,16 +91,16 @@ def copy_to_pinned(target: Tensor, value: Tensor) -> None:
     target.copy_(nothing)
 
 
-def host_waits(what: str) -> None:
+def host_waits(what: str):
     syncs.append(what)
     arrive()
 
 
-def synchronize(*args: Any) -> None:
+def synchronize(*args: Any):
     host_waits("device")
 
 
-def arrive() -> None:
+def arrive():
     """Finish copies to pinned memory."""
     while _under_way:
         target, value = _under_way.pop(0)

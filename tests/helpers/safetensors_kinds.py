@@ -91,7 +91,7 @@ def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TpBlock(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = torch.nn.LayerNorm(6)
         self.up = torch.nn.Linear(6, 10)
@@ -117,7 +117,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def assert_holds(tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+def assert_holds(tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]):
     """Each tensor is this rank's part of the whole one."""
     assert tensors.keys() == whole.keys()
     for name, tensor in tensors.items():

@@ -13,7 +13,7 @@ GATHER, SCATTER, EXCHANGE = (
 
 
 class SentBytes(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bytes: Counter[str] = Counter()
 

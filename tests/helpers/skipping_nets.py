@@ -12,7 +12,7 @@ EXPERTS = 3
 class Tower(nn.Module):
     """Registered in another order than it runs in, and the last block's output is not used."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int):
         super().__init__()
         self.merge = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
@@ -28,7 +28,7 @@ class Tower(nn.Module):
 class Experts(nn.Module):
     """A router that gives whole samples to experts; those without a sample are not called."""
 
-    def __init__(self, width: int, experts: int) -> None:
+    def __init__(self, width: int, experts: int):
         super().__init__()
         self.experts = nn.ModuleList(Block(width) for _ in range(experts))
 
@@ -44,7 +44,7 @@ class Experts(nn.Module):
 class Net(nn.Module):
     """Tower first by name and second by call, as in transformers."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8):
         super().__init__()
         self.visual = Tower(width)
         self.embed = nn.Embedding(20, width)

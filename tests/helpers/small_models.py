@@ -18,7 +18,7 @@ def keep_all(context: object, op: object, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int = 8, inner: int | None = None) -> None:
+    def __init__(self, dim: int = 8, inner: int | None = None):
         super().__init__()
         inner = inner or 2 * dim
         self.norm = nn.LayerNorm(dim)
@@ -33,9 +33,7 @@ class Decoder(nn.Module):
     share unevenly.
     """
 
-    def __init__(
-        self, layers: int = 3, dim: int = 8, vocabulary: int = 11, tied: bool = False
-    ) -> None:
+    def __init__(self, layers: int = 3, dim: int = 8, vocabulary: int = 11, tied: bool = False):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, dim)
         self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
@@ -60,7 +58,7 @@ def sharded(build: Callable[[], nn.Module], meta: bool = False, **options: Any) 
     return materialize(shard_model(model, **options))
 
 
-def step(model: nn.Module, batch: int = 2) -> None:
+def step(model: nn.Module, batch: int = 2):
     """One forward and backward of a Decoder."""
     torch.manual_seed(0)
     model(torch.randint(0, 11, (batch, 5))).square().mean().backward()

@@ -12,7 +12,7 @@ from shardkit import ShardingPlan
 
 
 class Experts(nn.Module):
-    def __init__(self, experts: int, dim: int) -> None:
+    def __init__(self, experts: int, dim: int):
         super().__init__()
         self.up = nn.Parameter(torch.randn(experts, dim, 4 * dim) / dim)
         self.bias = nn.Parameter(torch.randn(experts, 4 * dim))
@@ -24,7 +24,7 @@ class Experts(nn.Module):
 
 
 class MoEBlock(Block):
-    def __init__(self, dim: int, experts: int) -> None:
+    def __init__(self, dim: int, experts: int):
         super().__init__(dim)
         self.router = nn.Linear(dim, experts, bias=False)
         self.experts = Experts(experts, dim)
@@ -37,7 +37,7 @@ class MoEBlock(Block):
 class MoE(Decoder):
     """Its experts are 90 % of it, at 2 of them; their sizes are multiples of 8."""
 
-    def __init__(self, layers: int = 3, dim: int = 8, experts: int = 2) -> None:
+    def __init__(self, layers: int = 3, dim: int = 8, experts: int = 2):
         super().__init__(0, dim)
         self.layers.extend(MoEBlock(dim, experts) for _ in range(layers))
 

@@ -24,7 +24,7 @@ class Net(grads_net.Net):
     Two ranks share 7 and 3 unevenly, and 1 not at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block(WIDTH, 10) for _ in range(2))
         self.batch_norm = nn.BatchNorm1d(WIDTH)
@@ -36,7 +36,7 @@ class Net(grads_net.Net):
     def get_extra_state(self) -> str:
         return self.version
 
-    def set_extra_state(self, state: str) -> None:
+    def set_extra_state(self, state: str):
         self.version = state
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 OTHERS = [name for name in LAYOUTS if name not in ("hsdp", "columns")]
 
 
-def assert_same_state(found: dict[str, object], expected: dict[str, object]) -> None:
+def assert_same_state(found: dict[str, object], expected: dict[str, object]):
     """Keys in order, dtypes, values to the bit, and nothing but plain tensors."""
     assert list(found) == list(expected)
     for name, value in expected.items():

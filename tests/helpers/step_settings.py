@@ -42,7 +42,7 @@ class Block(nn.Module):
     checkpointing.
     """
 
-    def __init__(self, has_buffers: bool) -> None:
+    def __init__(self, has_buffers: bool):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
         self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers, self.head = nn.ModuleList([Block(False), Block(True)]), nn.Linear(8, 3)
 

@@ -13,7 +13,7 @@ from zoo_usual import VOCAB, WIDTH, NanoGpt, blocks, next_token, run, stacked, t
 class Scalar(nn.Module):
     """A parameter without dimensions, such as CLIP's logit_scale."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = blocks()
         self.logit_scale = nn.Parameter(torch.tensor(1.5))
@@ -25,7 +25,7 @@ class Scalar(nn.Module):
 class Frozen(nn.Module):
     """Frozen embedding and first blocks, one frozen norm in a block that trains."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH).requires_grad_(False)
         self.layers = blocks(4)
@@ -39,7 +39,7 @@ class Frozen(nn.Module):
 
 
 class LoraLinear(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear):
         super().__init__()
         self.base = base.requires_grad_(False).to(torch.bfloat16)
         self.lora_a = nn.Linear(base.in_features, 2, bias=False)
@@ -60,7 +60,7 @@ def lora() -> nn.Module:
 class MixedBlock(nn.Module):
     """bf16 linear layers and an fp32 norm, all of which train."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
@@ -70,7 +70,7 @@ class MixedBlock(nn.Module):
 
 
 class MixedDtypes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(MixedBlock() for _ in range(3))
         self.head = nn.Linear(WIDTH, 3)
@@ -82,7 +82,7 @@ class MixedDtypes(nn.Module):
 class Narrow(nn.Module):
     """First dimensions of 1, 2 and 3: fewer than there are ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
         self.inp, self.out, self.gain = (
@@ -108,7 +108,7 @@ def shared_weight() -> nn.Module:
 class Unordered(nn.Module):
     """Blocks called from last to first, one of them twice and one never."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = blocks(4)
 
@@ -119,7 +119,7 @@ class Unordered(nn.Module):
 class MoeBlock(nn.Module):
     """Top-1 routing. Experts without tokens are not called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, 6)
         self.experts = nn.ModuleList(Block() for _ in range(6))
@@ -136,7 +136,7 @@ class MoeBlock(nn.Module):
 
 
 class Moe(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(MoeBlock() for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
@@ -148,7 +148,7 @@ class Moe(nn.Module):
 class OwnCheckpointing(nn.Module):
     """The model recomputes its own blocks, and takes and returns tuples and dicts between them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(TupleBlock() for _ in range(3))
 
@@ -160,7 +160,7 @@ class OwnCheckpointing(nn.Module):
 
 
 class TupleBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.block = Block()
 

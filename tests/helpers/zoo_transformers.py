@@ -36,7 +36,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 HEADS: list[str] = []
 
 
-def import_models() -> None:
+def import_models():
     """Import the models of all entries, which each process does otherwise when it
     first builds one.
     """

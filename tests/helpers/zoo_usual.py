@@ -53,7 +53,7 @@ def two_sequences(seed: int) -> Batch:
 
 
 class LstmLm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
@@ -66,7 +66,7 @@ class LstmLm(nn.Module):
 class NanoGpt(nn.Module):
     """As nanoGPT: ``transformer`` is a ModuleDict, the head's weight is the embedding's."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied: bool = True):
         super().__init__()
         self.transformer = nn.ModuleDict(
             {
@@ -88,7 +88,7 @@ class NanoGpt(nn.Module):
 class HeadByWeight(nn.Module):
     """A head that is a module, but whose weight the root's forward uses without calling it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.emb = nn.Embedding(VOCAB, WIDTH)
         self.layers = blocks()
@@ -104,7 +104,7 @@ class HeadByWeight(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    def __init__(self, inner: int, outer: int, stride: int) -> None:
+    def __init__(self, inner: int, outer: int, stride: int):
         super().__init__()
         self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(outer)
@@ -122,7 +122,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 4, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(4)
@@ -138,7 +138,7 @@ class ResNet(nn.Module):
 class AutoEncoder(nn.Module):
     """Transposed convolutions in channels_last: four-dimensional parameters are not contiguous."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.Conv2d(6, 8, 3, 2, 1))
         self.decoder = nn.Sequential(
@@ -152,7 +152,7 @@ class AutoEncoder(nn.Module):
 class SpectralLayer(nn.Module):
     """Complex parameters, as in Fourier neural operators."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
 

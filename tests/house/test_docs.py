@@ -64,7 +64,7 @@ def blocks(text: str) -> Iterator[Block]:
         )
 
 
-def run_page(text: str, name: str) -> None:
+def run_page(text: str, name: str):
     """Run the page's Python blocks that are neither test files nor programs of torchrun."""
     namespace = {"__name__": "__main__"}
     world = WORLD.search(text)
@@ -101,7 +101,7 @@ def test_the_pages_have_outputs_that_are_compared():
     assert sum(is_output(*pair) for pair in pairs) >= 8
 
 
-def run_session(block: Block, name: str, namespace: dict[str, object]) -> None:
+def run_session(block: Block, name: str, namespace: dict[str, object]):
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     session = doctest.DocTestParser().get_doctest(block.code, namespace, name, name, block.line)
     report: list[str] = []

@@ -68,11 +68,11 @@ def report() -> dict:
     return json.loads(run.stdout)
 
 
-def test_importing_shardkit_is_cheap(report) -> None:
+def test_importing_shardkit_is_cheap(report):
     assert report["cpu"] < MOST_CPU_SECONDS
 
 
-def test_no_optional_package_is_needed(report) -> None:
+def test_no_optional_package_is_needed(report):
     assert report["command"] == 2  # a usage error
     assert "testing" in packages(report["without_optional_packages"])
 
@@ -81,7 +81,7 @@ def packages(modules: list[str]) -> set[str]:
     return {name.split(".")[1] for name in modules if name.startswith("shardkit.")}
 
 
-def test_the_core_loads_nothing_beyond_itself(report) -> None:
+def test_the_core_loads_nothing_beyond_itself(report):
     assert "apply" in packages(report["shard_model"])
     beyond = {"fsdp1", "memory", "checkpoint", "testing", "state", "meta", "grads", "optim", "demo"}
     assert not packages(report["shard_model"]) & beyond
@@ -90,7 +90,7 @@ def test_the_core_loads_nothing_beyond_itself(report) -> None:
     ]
 
 
-def test_editors_see_the_names_that_programs_get() -> None:
+def test_editors_see_the_names_that_programs_get():
     tree = ast.parse((ROOT / "shardkit" / "__init__.pyi").read_text())
     found = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     imports = [
@@ -104,7 +104,7 @@ def test_editors_see_the_names_that_programs_get() -> None:
         assert getattr(shardkit, name) is getattr(importlib.import_module(module), name)
 
 
-def test_attributes_of_the_package() -> None:
+def test_attributes_of_the_package():
     assert set(shardkit.__all__) <= set(dir(shardkit))
     assert shardkit.planning.rules.by_class is shardkit.by_class  # a submodule that nobody imported
     for name in ("shard_modle", "_no_such", "__wrapped__"):

@@ -42,7 +42,7 @@ def offered() -> set[str]:
     return names | {name for name in vars(FSDPModule) if not name.startswith("_")}
 
 
-def test_the_page_answers_for_all_that_fully_shard_offers() -> None:
+def test_the_page_answers_for_all_that_fully_shard_offers():
     columns = re.findall(r"^\| ([^|]+) \| .+ \|$", PAGE.read_text(), re.MULTILINE)
     answered = {name for column in columns for name in re.findall(r"`(\w+)`", column)}
     assert len(offered()) >= 30
@@ -120,14 +120,14 @@ def missing(names: set[str]) -> set[str]:
     return names - known - {name for name, first in LATER.items() if torch_version() < first}
 
 
-def test_no_private_name_is_missing_and_a_missing_one_is_found() -> None:
+def test_no_private_name_is_missing_and_a_missing_one_is_found():
     names = used()
     assert len(names) > 50
     assert "_local_tensor" in names
     assert missing(names | {"_renamed"}) == {"_renamed"}
 
 
-def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch) -> None:
+def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch):
     with fake_world(2):
         model = torch.nn.Linear(4, 4)
         fully_shard(model)
@@ -145,7 +145,7 @@ def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch) -> None:
         type("Scaler", (UnscalingGradScaler,), {})
 
 
-def check_without_gpu(backend: str | None) -> None:
+def check_without_gpu(backend: str | None):
     """Each way to begin ends on the CPU or in an error that says so."""
     dist.destroy_process_group()
     del os.environ["RANK"], os.environ["WORLD_SIZE"]  # which the pool sets, and sets again
@@ -165,6 +165,6 @@ def check_without_gpu(backend: str | None) -> None:
 @pytest.mark.parametrize("backend", [None, "", "gloo"], ids=["no group", "no backend", "gloo"])
 def test_without_a_gpu_everything_is_on_the_cpu_also_with_a_wheel_for_cuda(
     backend: str | None,
-) -> None:
+):
     with RankPool(1) as rank:
         rank.run(check_without_gpu, backend)

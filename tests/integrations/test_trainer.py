@@ -114,7 +114,7 @@ def ema(model: nn.Module, made: list[ShardedAverage]) -> Any:
     made.append(sharded_average(model, 0.5))
 
     class Average(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        def on_step_end(self, *args: Any, **kwargs: Any):
             made[0].update_parameters(model)
 
     return Average()

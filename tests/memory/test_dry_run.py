@@ -35,7 +35,7 @@ TWO = MeshSpec.sharded(2)
 class Hidden(nn.Module):
     """An embedding, a block and a part of a block that are used in ways that no bytecode tells."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 8)
         self.layers = nn.ModuleList(Block() for _ in range(3))
@@ -45,7 +45,7 @@ class Hidden(nn.Module):
     def parts(self) -> tuple[Any, ...]:
         return self.layers[0].norm, self.layers[1].forward, getattr(self.embed, "weight")  # noqa: B009
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls.append("forward")
         norm, forward, weight = self.parts()
         x = norm(x)  # DiT: a child of a block
@@ -57,13 +57,13 @@ class Hidden(nn.Module):
 class Methods(nn.Module):
     """Two units, of which one has a method that the model calls."""
 
-    def __init__(self, dim: int = 8) -> None:
+    def __init__(self, dim: int = 8):
         super().__init__()
         self.vae = Block(dim)
         self.vae.encode = self.vae.forward
         self.idle = Block(dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.vae.encode(x)
 
 
@@ -77,7 +77,7 @@ def units(plan: ShardingPlan) -> list[str]:
 
 
 @pytest.mark.parametrize("batch", [(torch.randn(2, 8),), {"x": torch.randn(2, 8)}])
-def test_the_default_rule_leaves_units_out_that_are_used_outside(batch: Any) -> None:
+def test_the_default_rule_leaves_units_out_that_are_used_outside(batch: Any):
     model = hidden()
     before = snapshot(model)
     assert units(plan_model(model, mesh=TWO)) == [
@@ -101,7 +101,7 @@ def test_the_default_rule_leaves_units_out_that_are_used_outside(batch: Any) -> 
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_rules_of_the_user_are_one_error() -> None:
+def test_rules_of_the_user_are_one_error():
     model = hidden()
     with pytest.raises(PlanError) as caught:
         plan_model(model, mesh=TWO, units=["layers.*", "embed"], example_batch=torch.randn(2, 8))
@@ -117,7 +117,7 @@ def test_rules_of_the_user_are_one_error() -> None:
     assert not any(isinstance(param, DTensor) for param in model.parameters())
 
 
-def test_a_correct_model_has_no_note() -> None:
+def test_a_correct_model_has_no_note():
     tokens = torch.randint(11, (2, 5))
     for tied in (False, True):
         plan = plan_model(Decoder(tied=tied), mesh=TWO)
@@ -130,9 +130,9 @@ def test_a_correct_model_has_no_note() -> None:
     assert plan == plan_model(model, mesh=TWO, units=rules, mp_policy=policy)
 
 
-def test_units_that_are_kept_are_gathered_until_the_end() -> None:
+def test_units_that_are_kept_are_gathered_until_the_end():
     class Late(Decoder):
-        def forward(self, tokens: Tensor) -> Tensor:
+        def forward(self, tokens):
             return super().forward(tokens) @ getattr(self.head, "weight")  # noqa: B009
 
     tokens = torch.randint(11, (2, 5))
@@ -142,7 +142,7 @@ def test_units_that_are_kept_are_gathered_until_the_end() -> None:
         assert any("used outside of it" in note for note in plan.notes) is reshards
 
 
-def test_methods_that_gather_and_units_that_are_not_called() -> None:
+def test_methods_that_gather_and_units_that_are_not_called():
     x = torch.randn(2, 8)
     with pytest.raises(PlanError, match=r"vae\.norm\.weight"):
         plan_model(Methods(), mesh=TWO, units=["vae", "idle"], example_batch=x)
@@ -153,9 +153,9 @@ def test_methods_that_gather_and_units_that_are_not_called() -> None:
 
 
 @pytest.mark.parametrize("through", ["itself", "data", "a view"])
-def test_a_parameter_that_forward_writes_is_noted(through: str) -> None:
+def test_a_parameter_that_forward_writes_is_noted(through: str):
     class Codebook(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             weight = self.norm.weight
             with torch.no_grad():
                 {"itself": weight, "data": weight.data, "a view": weight[:2]}[through].mul_(0.5)
@@ -167,9 +167,9 @@ def test_a_parameter_that_forward_writes_is_noted(through: str) -> None:
     assert "wrong gradients" in note
 
 
-def test_what_shard_model_cannot_cure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_shard_model_cannot_cure_is_logged(caplog: pytest.LogCaptureFixture):
     class Masked(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             self.up.weight.data *= 0.5  # PixelCNN
             return super().forward(x)
 
@@ -183,12 +183,12 @@ class Filling(nn.Module):
     computes with it: the cache of Wan's VAE.
     """
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Any):
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.cache = nn.ModuleList(FillingBlock() for _ in range(2)), cache
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         cache = copy.copy(self.cache) if isinstance(self.cache, list) else ({},)
         x = self.layers[1](self.layers[0](x, cache=cache), cache=cache)
         filled = cache if isinstance(cache, list) else list(cache[0].values())
@@ -208,7 +208,7 @@ def filling() -> Filling:
 
 @pytest.mark.parametrize("cache", [[], ({},)])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_blocks_that_fill_lists_are_left_out(cache: Any, dtype: torch.dtype | None) -> None:
+def test_blocks_that_fill_lists_are_left_out(cache: Any, dtype: torch.dtype | None):
     x, policy = torch.randn(2, 8, requires_grad=True), MixedPrecisionPolicy(dtype)
     plan = plan_model(Filling(cache), mesh=TWO, example_batch=x, mp_policy=policy)
     assert units(plan) == ["(root)"]
@@ -218,9 +218,9 @@ def test_blocks_that_fill_lists_are_left_out(cache: Any, dtype: torch.dtype | No
         plan_model(Filling(cache), mesh=TWO, units="layers.*", example_batch=x, mp_policy=policy)
 
 
-def test_what_fills_lists_without_gradients_is_a_unit() -> None:
+def test_what_fills_lists_without_gradients_is_a_unit():
     class Teacher(Filling):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             with torch.no_grad():
                 return super().forward(x)
 
@@ -228,7 +228,7 @@ def test_what_fills_lists_without_gradients_is_a_unit() -> None:
     assert units(plan) == ["layers.0", "layers.1", "(root)"]
 
 
-def test_a_list_of_the_batch_that_the_model_fills_is_noted() -> None:
+def test_a_list_of_the_batch_that_the_model_fills_is_noted():
     class Collecting(Decoder):
         def forward(self, tokens: Tensor, seen: list[Tensor]) -> Tensor:
             logits = super().forward(tokens)
@@ -244,13 +244,13 @@ def test_a_list_of_the_batch_that_the_model_fills_is_noted() -> None:
 class Freeing(Block):
     """Frees its input, which PyG's ``InvertibleModule`` computes from the output in backward."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = super().forward(x)
         x.untyped_storage().resize_(0)
         return y
 
 
-def test_blocks_that_free_their_inputs_are_left_out() -> None:
+def test_blocks_that_free_their_inputs_are_left_out():
     x, model = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), Freeing(), Freeing())
     plan = plan_model(model, mesh=TWO, example_batch=x)
     assert units(plan) == ["(root)"]
@@ -259,7 +259,7 @@ def test_blocks_that_free_their_inputs_are_left_out() -> None:
         plan_model(model, mesh=TWO, units="[12]", example_batch=x)
 
 
-def test_lists_that_a_unit_reads_are_not_noted() -> None:
+def test_lists_that_a_unit_reads_are_not_noted():
     class Reading(FillingBlock):
         def forward(self, x: Tensor, cache: Any) -> Tensor:
             return Block.forward(self, x) + cache[0]
@@ -275,16 +275,16 @@ class Config:
     use_cache: bool = True
 
 
-def test_a_frozen_config() -> None:
+def test_a_frozen_config():
     model = Decoder()
     model.config = Config()
     plan_model(model, mesh=TWO, example_batch=torch.zeros(2, 3, dtype=torch.long))
     assert model.config == Config()
 
 
-def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
+def test_a_model_that_does_not_run_on_fake_tensors_is_one_error():
     class Values(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x) if x.sum() > 0 else x
 
     with pytest.raises(
@@ -295,7 +295,7 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
 
 @pytest.mark.parametrize("build", [hidden, filling])
 @on_ranks(2)
-def test_what_is_left_out_trains_as_the_plain_model_does(build: Callable[[], nn.Module]) -> None:
+def test_what_is_left_out_trains_as_the_plain_model_does(build: Callable[[], nn.Module]):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     plain, model = build(), shard_model(build(), mesh=mesh_of((2,)), example_batch=x)
     for each in (plain, model):

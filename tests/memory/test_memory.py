@@ -9,7 +9,7 @@ import transformers
 from memory_count import counted_peak
 from small_models import Block, Decoder
 from small_moe import MoE
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -89,14 +89,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_predicted_is_counted(case: str) -> None:
+def test_predicted_is_counted(case: str):
     model = decoder("tied" in case)
     plan = plan_model(model, **({"mesh": MeshSpec.sharded(8)} | CASES[case]))
     expected = predicted_peak(model, plan, TOKENS)
     assert counted_peak(model, plan, lambda m: mean(m(TOKENS)).backward()) == expected
 
 
-def micro_steps(model: nn.Module, keep: Any = None) -> None:
+def micro_steps(model: nn.Module, keep: Any = None):
     for micro in range(3):
         with accumulate(model, last=micro == 2, keep_unsharded=keep):
             mean(model(TOKENS)).backward()
@@ -113,9 +113,7 @@ def partly_frozen(*frozen: str) -> nn.Module:
 @pytest.mark.parametrize(
     "frozen", [(), ("embed", "layers.0", "layers.2")], ids=["all train", "frozen"]
 )
-def test_predicted_is_counted_with_micro_batches(
-    frozen: tuple[str, ...], keep: bool | str | None
-) -> None:
+def test_predicted_is_counted_with_micro_batches(frozen: tuple[str, ...], keep: bool | str | None):
     model = partly_frozen(*frozen)
     plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=HALF)
     # What ``accumulate`` keeps is as in a plan that keeps it.
@@ -127,7 +125,7 @@ def test_predicted_is_counted_with_micro_batches(
     assert row.peak.total - TOKENS.nbytes == pytest.approx(counted, rel=0.001)
 
 
-def test_a_budget_counts_what_micro_batches_keep() -> None:
+def test_a_budget_counts_what_micro_batches_keep():
     model = partly_frozen("embed", "layers.0", "layers.1")
     plan = plan_model(model, mesh=MeshSpec.sharded(8))
     options = {"batch": TOKENS, "loss": mean, "optimizer": "none"}
@@ -144,7 +142,7 @@ def test_a_budget_counts_what_micro_batches_keep() -> None:
 
 
 @pytest.mark.parametrize("case", ["default", "hybrid"])
-def test_predicted_is_counted_on_other_dims(case: str) -> None:
+def test_predicted_is_counted_on_other_dims(case: str):
     """torch copies what is not on dim 0 once more when it gathers, and when it reduces."""
     model = MoE(layers=3, dim=24, experts=3)
     plan = plan_model(model, **({"mesh": MeshSpec.sharded(8)} | CASES[case]))
@@ -163,7 +161,7 @@ def test_predicted_is_counted_on_other_dims(case: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"mp_policy": HALF, "checkpoint_activations": "selective"}], ids=str
 )
-def test_predicted_is_counted_beside_tensor_parallelism(settings: dict[str, Any]) -> None:
+def test_predicted_is_counted_beside_tensor_parallelism(settings: dict[str, Any]):
     """Ranks along "tp" have other columns, other tokens between the layers, and uneven vocabularies."""
     model, tokens = decoder(), Shard(1)
     layers = {
@@ -189,7 +187,7 @@ def test_predicted_is_counted_beside_tensor_parallelism(settings: dict[str, Any]
         assert plan.held_bytes() == sum(held)
 
 
-def test_predicted_is_counted_where_blocks_share_a_unit() -> None:
+def test_predicted_is_counted_where_blocks_share_a_unit():
     """A unit inside of several blocks runs again in backward for each that is checkpointed."""
     model = decoder()
     for block in model.layers:
@@ -207,7 +205,7 @@ def test_predicted_is_counted_where_blocks_share_a_unit() -> None:
 
 
 @pytest.mark.parametrize("name", IN_SUITE)
-def test_predicted_is_counted_in_the_zoo(name: str) -> None:
+def test_predicted_is_counted_in_the_zoo(name: str):
     entry = ZOO[name]
     model, batch = entry.build(), entry.batch(0)
     plan = plan_model(model, mesh=MeshSpec.sharded(4))
@@ -217,7 +215,7 @@ def test_predicted_is_counted_in_the_zoo(name: str) -> None:
     assert counted == pytest.approx(expected, rel=0.01)
 
 
-def test_what_needs_values_is_refused() -> None:
+def test_what_needs_values_is_refused():
     entry = ZOO["moe"]
     model = entry.build()
     plan = plan_model(model, mesh=MeshSpec.sharded(4))
@@ -226,7 +224,7 @@ def test_what_needs_values_is_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", [True, "selective"])
-def test_a_hub_config_that_asks_for_a_cache_is_traced_without(policy: bool | str) -> None:
+def test_a_hub_config_that_asks_for_a_cache_is_traced_without(policy: bool | str):
     """Checkpointed blocks would fill it twice; the model that runs has to be told so, the one that
     is planned not.
     """
@@ -259,7 +257,7 @@ class Llama(transformers.LlamaForCausalLM):
     must not hide.
     """
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         hidden = self.model(input_ids, use_cache=False).last_hidden_state
         return tiled_loss(self.lm_head, hidden, input_ids, tiles=8)
 
@@ -281,7 +279,7 @@ IN_TILES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_predicted_is_counted_and_tiles_save() -> None:
+def test_predicted_is_counted_and_tiles_save():
     peaks, tokens = {}, torch.randint(31, (2, 150))
     config = transformers.LlamaConfig(
         vocab_size=31,

@@ -92,7 +92,7 @@ def test_a_step_is_traced_in_inference_mode_too():
 class Remembering(nn.Module):
     """Whatever a forward may leave behind: the values of a second forward depend on the first's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = decoder(layers=2)
         self.count, self.table, self.recent = 0, {"last": None}, deque(maxlen=3)
@@ -105,7 +105,7 @@ class Remembering(nn.Module):
         inner = self.model.forward
         self.model.forward = lambda tokens: inner(tokens) * 2  # type: ignore[method-assign]
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         if not hasattr(self, "scale"):
             self.scale = torch.full((), 2.0)
             self.register_buffer("lazy", torch.ones(()))
@@ -282,13 +282,13 @@ def test_shard_model_within_a_budget():
 class PostNorm(nn.Module):
     """As in Gemma and OLMo 2: what is selected inside of a block comes after its tiles, too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
         self.mlp = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16))
         self.post = nn.LayerNorm(16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.down(self.up(x).tanh())
         return x + self.post(self.mlp(x))
 

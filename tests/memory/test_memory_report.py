@@ -54,7 +54,7 @@ CASES["ignored"] = {"ignored_params": ["norm.weight", "norm.bias", "layers.1.up.
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_held_after_a_step_is_what_was_predicted(case: str) -> None:
+def test_what_is_held_after_a_step_is_what_was_predicted(case: str):
     model = decoder("tied" in case)
     model.layers[0].up.weight.requires_grad_(False)
     plan = plan_model(model, mesh=MeshSpec.sharded(8), **CASES[case])

@@ -72,7 +72,7 @@ def test_real_tensors_from_outside():
 
 def test_tensors_in_plain_attributes():
     class Rope(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.proj = nn.Linear(4, 4)
             self.table = torch.outer(torch.arange(4.0), torch.rand(3))
@@ -167,7 +167,7 @@ def test_a_failed_construction_leaves_the_random_state():
 class Twice(nn.Module):
     """Initializes everything twice, the second time at the end, as transformers does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
         self.embed = nn.Embedding(600, 256)

@@ -98,7 +98,7 @@ def test_what_is_not_sharded_or_not_on_meta():
 
 
 class Garbage(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.good = nn.Linear(3, 3)
         self.never = nn.Parameter(torch.empty(4, 2))
@@ -146,14 +146,14 @@ def test_layers_without_elements_need_no_values():
 class NestedLists(nn.Module):
     """torch 2.13 takes such an index for a tuple and warns; newer ones take it for a tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.ones(6, 4))
         self.w.data[[[0, 5], [1, 2]]] = 7.0
 
 
 class LegacyConstructor(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.ones(2))
         self.w.data.mul_(self.w.new([1, 2]))

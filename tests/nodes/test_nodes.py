@@ -23,7 +23,7 @@ BOUND = 30.0
 class Rank:
     """A rank of the program, in a process on a node, with the variables of torchrun."""
 
-    def __init__(self, folder: Path, node: nodes.Node, rank: int) -> None:
+    def __init__(self, folder: Path, node: nodes.Node, rank: int):
         self.node, self.folder = node, folder / f"rank{rank}"
         self.folder.mkdir()
         places = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}

@@ -34,7 +34,7 @@ from shardkit.state import full_optimizer_state_dict
 from shardkit.testing import fake_world
 
 
-def backward(model: nn.Module, step: int) -> None:
+def backward(model: nn.Module, step: int):
     ids = torch.arange(10).view(2, 5).add(step + torch.distributed.get_rank()) % 7
     model(ids).square().mean().backward()
 

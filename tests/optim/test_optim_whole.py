@@ -27,7 +27,7 @@ class Net(nn.Module):
     dims.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Linear(a, b, bias=False) for a, b in ((8, 6), (5, 7), (12, 8), (3, 2))
@@ -100,7 +100,7 @@ MAKE = {
 }
 
 
-def run(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def run(net: Net, optimizer: torch.optim.Optimizer, steps: range):
     for step in steps:
         net.zero_grad()
         give_grads(net, step, skip="layers.3.weight" if step == 1 else "")

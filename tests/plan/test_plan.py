@@ -48,7 +48,7 @@ EVERYTHING = {
 }
 
 
-def test_a_decoder_as_a_table_and_as_a_loop() -> None:
+def test_a_decoder_as_a_table_and_as_a_loop():
     plan = plan_model(Decoder(layers=12, dim=64, vocabulary=1000), mesh=MeshSpec.hybrid(2, 4))
     assert str(plan) == (
         "ShardingPlan: 328.6 k parameters in 15 units on mesh dp_replicate=2 x dp_shard=4, "
@@ -66,7 +66,7 @@ def test_a_decoder_as_a_table_and_as_a_loop() -> None:
     assert plan.to_python().count("['layers.") == 12
 
 
-def test_the_table_shows_what_differs() -> None:
+def test_the_table_shows_what_differs():
     model = Decoder(tied=True)
     model.layers[0].norm.requires_grad_(False)
     text = str(plan_model(model, mesh=EIGHT, **EVERYTHING | {"units": EVERYTHING["units"][:2]}))
@@ -87,7 +87,7 @@ def test_the_table_shows_what_differs() -> None:
         assert part in text
 
 
-def test_json_round_trip() -> None:
+def test_json_round_trip():
     plan = plan_model(Decoder(tied=True), mesh=EIGHT, **EVERYTHING)
     again = ShardingPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan
@@ -109,12 +109,12 @@ def test_json_round_trip() -> None:
         {"units": [{"modules": [""]}]},
     ],
 )
-def test_json_that_is_no_plan(edit: dict[str, object]) -> None:
+def test_json_that_is_no_plan(edit: dict[str, object]):
     with pytest.raises(PlanError):
         ShardingPlan.from_dict({**plan_model(Decoder(), mesh=EIGHT).to_dict(), **edit})
 
 
-def test_diff_names_each_difference() -> None:
+def test_diff_names_each_difference():
     plan = plan_model(Decoder(), mesh=EIGHT)
     assert plan.diff(plan) == ""
     other = plan_model(Decoder(layers=4), mesh=MeshSpec.hybrid(2, 4), prefetch=1)
@@ -191,7 +191,7 @@ def mesh_shape(param_group: object) -> tuple[int, ...] | None:
         {**EVERYTHING, "units": EVERYTHING["units"][1:]},
     ],
 )
-def test_the_torch_code_gives_the_same_sharding(arguments: dict[str, object]) -> None:
+def test_the_torch_code_gives_the_same_sharding(arguments: dict[str, object]):
     model = Decoder(layers=4)
     plan = plan_model(model, **{"mesh": EIGHT, **arguments})
     assert "shardkit" not in plan.to_python()
@@ -199,7 +199,7 @@ def test_the_torch_code_gives_the_same_sharding(arguments: dict[str, object]) ->
     assert any(isinstance(param, DTensor) for param in by_hand.parameters())
 
 
-def test_the_torch_code_says_that_it_lacks_may_skip() -> None:
+def test_the_torch_code_says_that_it_lacks_may_skip():
     plan = plan_model(
         Decoder(), mesh=EIGHT, units=[by_name("layers.1", may_skip=True), by_name("layers.0")]
     )
@@ -231,7 +231,7 @@ NAMES = [
 @pytest.mark.parametrize(
     "arguments", [{}, {"units": [group("blocks.it's", "blocks.q{z}"), by_name("blocks.*.up")]}]
 )
-def test_the_torch_code_takes_any_name(arguments: dict[str, Any]) -> None:
+def test_the_torch_code_takes_any_name(arguments: dict[str, Any]):
     model = Decoder(layers=0)
     model.blocks = nn.ModuleDict({name: Block() for name in NAMES})
     model.blocks["it's"].register_parameter("{}'\"", nn.Parameter(torch.ones(3)))
@@ -240,7 +240,7 @@ def test_the_torch_code_takes_any_name(arguments: dict[str, Any]) -> None:
     sharded_by_its_code(model, plan)
 
 
-def test_an_int_to_reshard_to_is_what_torch_takes_it_for() -> None:
+def test_an_int_to_reshard_to_is_what_torch_takes_it_for():
     assert [is_world_size(value) for value in (True, False, 1, 2)] == [False, False, True, True]
     for mesh in (EIGHT, MeshSpec.hybrid(2, 4), MeshSpec.sharded(1)):
         for value, meant in ((mesh.shard_size, mesh.shard_size > 1), (1, False)):
@@ -287,7 +287,7 @@ def random_module(draw: st.DrawFn, depth: int) -> nn.Module:
 @st.composite
 def random_models(draw: st.DrawFn) -> nn.Module:
     class Model(nn.Module):
-        def forward(self) -> None:
+        def forward(self):
             """Never called."""
 
     model = Model()
@@ -311,9 +311,7 @@ def random_models(draw: st.DrawFn) -> nn.Module:
     st.sampled_from([EIGHT, MeshSpec.hybrid(2, 4), MeshSpec.sharded(1)]),
     st.booleans(),
 )
-def test_the_default_rule_plans_any_model(
-    model: nn.Module, mesh: MeshSpec, checkpoint: bool
-) -> None:
+def test_the_default_rule_plans_any_model(model: nn.Module, mesh: MeshSpec, checkpoint: bool):
     if not list(model.parameters()):
         return
     has_blocks = any(unit.blocks for unit in plan_model(model, mesh=mesh).units)
@@ -329,7 +327,7 @@ def test_the_default_rule_plans_any_model(
     assert in_torch == sorted(len(unit.params) for unit in plan.units if unit.params)
 
 
-def test_the_reduce_dtype_is_resolved() -> None:
+def test_the_reduce_dtype_is_resolved():
     """torch 2.11 to 2.14 would reduce in bfloat16 and torch 2.15 in float32; a plan means one thing
     on every torch.
     """
@@ -357,7 +355,7 @@ def test_the_reduce_dtype_is_resolved() -> None:
     torch_version() < (2, 15),
     reason="MixedPrecisionPolicy has no param_dtype_override_fn before 2.15",
 )
-def test_a_function_in_a_policy_is_refused() -> None:
+def test_a_function_in_a_policy_is_refused():
     policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None)
     with pytest.raises(
         PlanError, match=r"^mp_policy has a param_dtype_override_fn for .* plain data"

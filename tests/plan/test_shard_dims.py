@@ -28,7 +28,7 @@ EIGHT = MeshSpec.sharded(8)
 UP, DOWN = "layers.0.experts.up", "layers.0.experts.down"
 
 
-def test_the_text_forms() -> None:
+def test_the_text_forms():
     plan = plan_model(MoE(experts=8), mesh=EIGHT)
     experts = [f"layers.{layer}.experts.up" for layer in range(3)]
     on_1 = on_dims(plan, dict.fromkeys(experts, 1))
@@ -42,7 +42,7 @@ def test_the_text_forms() -> None:
     assert any(row.startswith("layers.0 .. layers.2") and row.endswith("on dim 1") for row in rows)
 
 
-def test_what_cannot_be() -> None:
+def test_what_cannot_be():
     fewer_ranks = plan_model(MoE(), mesh=EIGHT, reshard_after_forward=2)
     with pytest.raises(PlanError, match=f"{UP} is not sharded on dim 0, with reshard_after_for"):
         on_dims(fewer_ranks, {UP: 1}).check()
@@ -53,7 +53,7 @@ def test_what_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("mesh", [EIGHT, MeshSpec.hybrid(2, 4)])
-def test_torch_shards_as_the_plan_says(mesh: MeshSpec) -> None:
+def test_torch_shards_as_the_plan_says(mesh: MeshSpec):
     """By apply_plan, and by the torch code."""
     model = MoE(experts=8)
     plan = plan_model(model, mesh=mesh)
@@ -91,14 +91,14 @@ def planned(*shapes: tuple[int, ...], mesh: MeshSpec, **options: object) -> Shar
         ((9,), 8, 0),
     ],
 )
-def test_one_parameter(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+def test_one_parameter(shape: tuple[int, ...], ranks: int, dim: int):
     plan = planned(shape, mesh=MeshSpec.sharded(ranks))
     assert dims_of(plan) == ({"p0": dim} if dim else {})
     hybrid = planned(shape, mesh=MeshSpec.hybrid(16, ranks))  # only the shard axis counts
     assert dims_of(hybrid) == dims_of(plan)
 
 
-def test_no_more_than_needed() -> None:
+def test_no_more_than_needed():
     """Shapes that waste most are taken first, all of a shape or none, and none under 1 % of a
     rank's.
     """
@@ -111,7 +111,7 @@ def test_no_more_than_needed() -> None:
     assert dims_of(plan) == {f"p{place}": 1 for place in range(9)}
 
 
-def test_notes_say_which_and_why() -> None:
+def test_notes_say_which_and_why():
     assert planned((8, 64, 64), (256, 64), mesh=MeshSpec.sharded(64)).notes == (
         "p0: sharded on dim 1, because the 8 rows of dim 0 do not spread over 64 ranks; "
         "the fullest rank holds 3.0 KiB, not 17.0 KiB",
@@ -120,7 +120,7 @@ def test_notes_say_which_and_why() -> None:
     assert planned((8, 64, 64), mesh=MeshSpec.sharded(64), reshard_after_forward=8).notes == ()
 
 
-def test_on_another_mesh_other_dims_are_chosen_anew() -> None:
+def test_on_another_mesh_other_dims_are_chosen_anew():
     here, there = (plan_model(MoE(experts=4), mesh=MeshSpec.sharded(ranks)) for ranks in (8, 4))
     assert dims_of(here) != dims_of(there)
     for one, other in ((here, there), (there, here)):

@@ -84,13 +84,13 @@ EIGHT = MeshSpec.sharded(8)
         ),
     ],
 )
-def test_rules_that_cannot_be_followed(rule: object, parts: list[str]) -> None:
+def test_rules_that_cannot_be_followed(rule: object, parts: list[str]):
     model = Decoder()
     with refused(model, *parts):
         plan_model(model, units=rule, mesh=EIGHT)  # type: ignore[arg-type]
 
 
-def test_tied_parameters_in_two_units() -> None:
+def test_tied_parameters_in_two_units():
     model = Decoder(tied=True)
     with refused(model, "embed.weight is shared by embed, head", "group('embed', 'head')"):
         plan_model(model, units=by_name("embed", "head"), mesh=EIGHT)
@@ -100,7 +100,7 @@ def test_tied_parameters_in_two_units() -> None:
         apply_plan(model, untied)
 
 
-def test_mixed_dtypes_that_train() -> None:
+def test_mixed_dtypes_that_train():
     model = Decoder()
     model.layers[1].norm.to(torch.bfloat16)
     with refused(
@@ -114,7 +114,7 @@ def test_mixed_dtypes_that_train() -> None:
     plan_model(model, units=by_class(Block), mesh=EIGHT)  # frozen ones may be mixed
 
 
-def test_what_cannot_be_sharded_is_replicated_but_not_alone() -> None:
+def test_what_cannot_be_sharded_is_replicated_but_not_alone():
     model = Decoder()
     model.scale, model.none = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 4))
     plan = plan_model(model, mesh=EIGHT)
@@ -124,7 +124,7 @@ def test_what_cannot_be_sharded_is_replicated_but_not_alone() -> None:
         plan_model(alone, mesh=EIGHT)
 
 
-def test_settings_that_do_not_fit() -> None:
+def test_settings_that_do_not_fit():
     model = Decoder()
     for setting in ("mp_policy", "offload_policy", "checkpoint_activations", "compile"):
         with refused(model, f"{setting} must be ", "got 'yes'"):
@@ -141,7 +141,7 @@ def test_settings_that_do_not_fit() -> None:
         plan_model(model, mesh=EIGHT, ignored_params=[Decoder().embed.weight, "nothing"])
 
 
-def test_meshes_that_do_not_fit() -> None:
+def test_meshes_that_do_not_fit():
     model = Decoder()
     with fake_world(8):
         for shape in ((2, 4), (2, 2, 2)):
@@ -163,7 +163,7 @@ def test_meshes_that_do_not_fit() -> None:
         MeshSpec((2, 2, 2), ("a", "b", "c"), shard_axes=1)
 
 
-def test_sharded_already() -> None:
+def test_sharded_already():
     model = Decoder()
     with fake_world(8):
         shard_model(model)
@@ -177,7 +177,7 @@ def test_sharded_already() -> None:
             shard_model(inner)
 
 
-def test_parameters_that_are_dtensors_already() -> None:
+def test_parameters_that_are_dtensors_already():
     model = Decoder()
     with fake_world(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
@@ -208,13 +208,13 @@ def test_parameters_that_are_dtensors_already() -> None:
         (lambda: Decoder(tied=True), "aliases=('head.weight',)"),
     ],
 )
-def test_plan_of_another_model(make: Callable[[], nn.Module], part: str) -> None:
+def test_plan_of_another_model(make: Callable[[], nn.Module], part: str):
     model = make()
     with fake_world(8), refused(model, part, "Make the plan from this model"):
         apply_plan(model, plan_model(Decoder(layers=3), mesh=EIGHT))
 
 
-def test_a_spec_is_no_mesh_to_apply_a_plan_on() -> None:
+def test_a_spec_is_no_mesh_to_apply_a_plan_on():
     model = Decoder()
     plan = plan_model(model, mesh=EIGHT)
     with (
@@ -224,7 +224,7 @@ def test_a_spec_is_no_mesh_to_apply_a_plan_on() -> None:
         apply_plan(model, plan, EIGHT)  # type: ignore[arg-type]
 
 
-def test_plan_edited_by_hand() -> None:
+def test_plan_edited_by_hand():
     model = Decoder()
     plan = plan_model(model, mesh=EIGHT)
     first, last = plan.units[0], plan.units[-1]
@@ -252,7 +252,7 @@ def test_plan_edited_by_hand() -> None:
                 apply_plan(model, dataclasses.replace(plan, units=units))
 
 
-def test_parameters_in_the_same_memory() -> None:
+def test_parameters_in_the_same_memory():
     model = Decoder()
     model.head.weight = nn.Parameter(model.embed.weight.detach())
     with (
@@ -267,12 +267,12 @@ def test_parameters_in_the_same_memory() -> None:
         shard_model(beside)
 
 
-def test_a_module_by_two_names() -> None:
+def test_a_module_by_two_names():
     model = Decoder()
     model.layers[1] = model.layers[0]
     plan = plan_model(model, mesh=EIGHT)
     doubled = dataclasses.replace(plan.units[0], modules=("layers.1",), params=(), shard_dims=())
-    with fake_world(8), pytest.raises(PlanError, match="fully_shard has already been applied"):
+    with fake_world(8), pytest.raises(PlanError, match="could not be sharded by torch"):
         apply_plan(model, dataclasses.replace(plan, units=(doubled, *plan.units)))
     assert [unit.name for unit in plan.units] == [
         "embed",

@@ -20,7 +20,7 @@ TWO = MeshSpec.sharded(2)
 class ReadTable(nn.Module):
     """An embedding of the head's shape whose weight is read, in a helper and a lambda."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(11, 8)
         self.layers = nn.ModuleList(Block() for _ in range(2))
@@ -29,7 +29,7 @@ class ReadTable(nn.Module):
     def _scores(self, x: Tensor) -> Tensor:
         return next(F.linear(x, self.table.weight) for _ in range(1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(x) + self._scores(x)
@@ -38,7 +38,7 @@ class ReadTable(nn.Module):
 class LateTable(ReadTable):
     """An embedding behind the blocks, as SAM's; read where no bytecode tells."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = None
         self.tokens = nn.Embedding(11, 8)
@@ -59,11 +59,11 @@ class AsksForDtype(ReadTable):
 class Layers(nn.Module):
     """Layers of one dtype that run one after another."""
 
-    def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype = torch.float32):
         super().__init__()
         self.layers, self.dtype = nn.ModuleList(layers), dtype
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x.to(self.dtype)
         for layer in self.layers:
             x = layer(x)
@@ -77,13 +77,13 @@ def attentions() -> nn.Module:
 
 
 class Routed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(8)
         self.router = nn.Linear(8, 4, bias=False)
         self.up = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         weights = F.linear(x.float(), self.router.weight).softmax(-1)
         return x + self.up(self.norm(x)) * weights.amax(-1, keepdim=True).to(x.dtype)
 
@@ -99,13 +99,13 @@ def routers() -> nn.Module:
 class Scan(nn.Module):
     """A mixer of bfloat16 with a bias of its own and a float32 ``A_log``, as Mamba's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(8, 8)
         self.bias = nn.Parameter(torch.randn(8))
         self.A_log = nn.Parameter(torch.randn(8, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.up(x + self.bias) * self.A_log.exp().sum(-1).to(x.dtype)
 
 
@@ -121,12 +121,12 @@ def scans() -> nn.Module:
 class Twice(nn.Module):
     """One module, of two dtypes, twice in a list."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
         self.layers = nn.ModuleList([inner, inner])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer[1](layer[0](x).double()).float()
         return x
@@ -135,12 +135,12 @@ class Twice(nn.Module):
 class Beside(nn.Module):
     """Stages of a block and a layer, of which one is not called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         stages = [nn.ModuleList([Block(), nn.Linear(8, 8)]) for _ in range(2)]
         self.stages = nn.ModuleList(stages)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block, layer in self.stages:
             x = block(x)
             skip = x if layer is self.stages[1][1] else layer(x)
@@ -150,13 +150,13 @@ class Beside(nn.Module):
 class Body(nn.Module):
     """What Gemma 4 calls its language model: embedding, blocks and norm."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(11, 8)
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)
@@ -165,32 +165,32 @@ class Body(nn.Module):
 class ReadsAbove(nn.Module):
     """Reads the embedding of a module below itself, before that module is called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = Body()
         self.vision = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.body(self.vision(x) + self.body.table.weight[0])
 
 
 class TiedAbove(nn.Module):
     """A head tied to that embedding, as Gemma 4's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = ReadsAbove()
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.model.body.table.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.model(x))
 
 
 class Rotary(nn.Module):
     """A frozen table that all blocks share, and rotate by a method of."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.freqs = nn.Parameter(torch.arange(8.0), requires_grad=False)
 
@@ -201,11 +201,11 @@ class Rotary(nn.Module):
 
 
 class RotaryBlock(Block):
-    def __init__(self, rotary: Rotary) -> None:
+    def __init__(self, rotary: Rotary):
         super().__init__()
         self.rotary = rotary
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(self.rotary.rotate(x))
 
 
@@ -234,7 +234,7 @@ def units(model: nn.Module) -> list[str]:
     return [unit.name for unit in plan_model(model, mesh=TWO).units]
 
 
-def test_units_are_called() -> None:
+def test_units_are_called():
     assert "table" not in units(ReadTable())
     model = AsksForDtype()
     assert "table" in units(model)
@@ -263,7 +263,7 @@ def test_units_are_called() -> None:
 
 
 @on_ranks(2)
-def test_they_train_as_the_plain_models_do() -> None:
+def test_they_train_as_the_plain_models_do():
     for name, cls in MODELS.items():
         torch.manual_seed(0)
         plain = cls()
@@ -276,13 +276,13 @@ def test_they_train_as_the_plain_models_do() -> None:
         assert not (wrong := differences(plain, model)), (name, wrong)
 
 
-def test_a_tied_parameter_stays_where_one_of_its_modules_has_to_stay() -> None:
+def test_a_tied_parameter_stays_where_one_of_its_modules_has_to_stay():
     """The head could be a unit of its own dtype; the embedding that shares its weight is read, and
     could not.
     """
 
     class Reads(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embed = nn.Embedding(11, 6)
             self.up = nn.Linear(6, 60).double()

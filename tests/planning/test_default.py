@@ -17,12 +17,12 @@ EIGHT = MeshSpec.sharded(8)
 class Model(nn.Module):
     """Any model made of the given parts; planning never calls it."""
 
-    def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
+    def __init__(self, **parts: nn.Module | nn.Parameter):
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self) -> None:
+    def forward(self):
         """Never called."""
 
 
@@ -171,11 +171,11 @@ def stage(number: int, dim: int = 8) -> nn.Module:
         ),
     ],
 )
-def test_units(make: Callable[[], nn.Module], expected: list[str]) -> None:
+def test_units(make: Callable[[], nn.Module], expected: list[str]):
     assert names(make()) == expected
 
 
-def test_the_blocks_of_stages_are_units() -> None:
+def test_the_blocks_of_stages_are_units():
     """Stages as attributes, not in a list."""
     with torch.device("meta"):
         stages = {"stage1": stage(2, 256), "stage2": stage(6, 1024)}
@@ -196,19 +196,19 @@ def branches() -> nn.Module:
     )
 
 
-def test_branches_are_checkpointed_together() -> None:
+def test_branches_are_checkpointed_together():
     model = Model(layers=nn.ModuleList([branches(), branches()]))
     plan = plan_model(model, mesh=EIGHT, checkpoint_activations=True)
     assert [unit.blocks for unit in plan.units] == [("layers.0",), ("layers.1",), ()]
 
 
-def test_checkpointing_that_reaches_no_block_is_an_error() -> None:
+def test_checkpointing_that_reaches_no_block_is_an_error():
     for setting, value in (("checkpoint_activations", "selective"), ("compile", True)):
         with pytest.raises(PlanError, match=f"{setting}={value!r} reaches no module"):
             plan_model(nn.Linear(4, 4), mesh=EIGHT, **{setting: value})
 
 
-def test_what_blocks_share_is_a_unit() -> None:
+def test_what_blocks_share_is_a_unit():
     layer = nn.Linear(3, 3)
     one = Model(layers=nn.ModuleList([shared(layer), shared(layer)]))
     assert names(one) == ["layers.0.layer", "layers.0", "layers.1", "(root)"]
@@ -218,7 +218,7 @@ def test_what_blocks_share_is_a_unit() -> None:
     assert names(Model(layers=layers)) == [joined, "layers.1", "layers.0", "layers.2", "(root)"]
 
 
-def test_a_weight_that_the_root_shares_is_the_roots() -> None:
+def test_a_weight_that_the_root_shares_is_the_roots():
     model = Model(layers=blocks(3))
     model.bare = model.layers[1].up.weight
     plan = plan_model(model, mesh=EIGHT)
@@ -226,7 +226,7 @@ def test_a_weight_that_the_root_shares_is_the_roots() -> None:
     assert "layers.1: shares a parameter with the root, so the root owns it" in plan.notes
 
 
-def test_modules_of_another_dtype_are_units_of_their_own() -> None:
+def test_modules_of_another_dtype_are_units_of_their_own():
     model = Decoder(layers=2).to(torch.bfloat16)
     for layer in model.layers:
         layer.norm.float()
@@ -248,9 +248,9 @@ def test_modules_of_another_dtype_are_units_of_their_own() -> None:
     assert names(model) == ["embed", "layers.0", "layers.1", "[norm, head]", "(root)"]
 
 
-def test_functional_use_of_a_tied_weight() -> None:
+def test_functional_use_of_a_tied_weight():
     class Functional(Decoder):
-        def forward(self, tokens: Tensor) -> Tensor:
+        def forward(self, tokens):
             return F.linear(super().forward(tokens), self.embed.weight)
 
     model = Functional()
@@ -261,15 +261,15 @@ def test_functional_use_of_a_tied_weight() -> None:
 class MidLast(nn.Module):
     """Registers its middle block last, as UNets do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.down, self.up, self.mid = blocks(1), blocks(1), Block()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.up[0](self.mid(self.down[0](x)))
 
 
-def test_an_example_batch_gives_the_order_of_units() -> None:
+def test_an_example_batch_gives_the_order_of_units():
     def order(**batch: Tensor) -> list[str]:
         plan = plan_model(MidLast(), mesh=EIGHT, **batch)
         return [unit.name for unit in plan.execution_order()]
@@ -287,19 +287,19 @@ def test_an_example_batch_gives_the_order_of_units() -> None:
 class HeadFirst(nn.Module):
     """Registers its head before what comes first."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head, self.embed = nn.Linear(8, 50, bias=False), nn.Embedding(50, 8)
         self.layers, self.norm = blocks(), nn.LayerNorm(8)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
 
 
-def test_an_example_batch_shows_a_head_that_is_registered_first() -> None:
+def test_an_example_batch_shows_a_head_that_is_registered_first():
     plan = plan_model(HeadFirst(), mesh=EIGHT, example_batch=torch.zeros(2, 4, dtype=torch.long))
     units = {unit.name: unit.reshard_after_forward for unit in plan.units}
     assert units == {
@@ -313,7 +313,7 @@ def test_an_example_batch_shows_a_head_that_is_registered_first() -> None:
 
 
 @pytest.mark.parametrize("number", [40, 400])
-def test_the_root_keeps_a_tenth_of_many_layers(number: int) -> None:
+def test_the_root_keeps_a_tenth_of_many_layers(number: int):
     """Plain layers that are small by themselves, beside blocks of their size."""
     pairs = [layer for _ in range(number) for layer in (Block(), nn.Linear(8, 8), nn.LayerNorm(8))]
     plan = plan_model(Model(layers=nn.ModuleList(pairs)), mesh=EIGHT)

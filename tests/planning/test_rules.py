@@ -46,23 +46,23 @@ def names(model: nn.Module, units: "Rule | list[Rule]") -> list[str]:
         (by_size(144), [f"layers.{layer}{part}" for part in (".up", "") for layer in range(3)]),
     ],
 )
-def test_what_rules_select(rule: Rule | list[Rule], expected: list[str]) -> None:
+def test_what_rules_select(rule: Rule | list[Rule], expected: list[str]):
     assert names(Decoder(), rule) == [*expected, "(root)"]
 
 
 class Stack(nn.Module):
     """Blocks below a module with a forward of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stack = nn.Sequential(Block(), Block(), Block())
         self.attention = nn.MultiheadAttention(8, 2)
 
-    def forward(self) -> None:
+    def forward(self):
         """Never called."""
 
 
-def test_by_size_counts_what_no_inner_unit_holds() -> None:
+def test_by_size_counts_what_no_inner_unit_holds():
     model = Stack()
     assert names(model, by_size(880)) == ["stack", "(root)"]
     assert names(model, by_size(280)) == ["stack.0", "stack.1", "stack.2", "attention", "(root)"]
@@ -80,7 +80,7 @@ def test_by_size_counts_what_no_inner_unit_holds() -> None:
     assert names(model, by_size(280)) == ["stack.0", "stack.1", "attention", "(root)"]
 
 
-def test_the_first_rule_that_matches_wins() -> None:
+def test_the_first_rule_that_matches_wins():
     rules = [
         by_name("layers.1", reshard_after_forward=False),
         by_class(Block, reshard_after_forward=4),
@@ -93,7 +93,7 @@ def test_the_first_rule_that_matches_wins() -> None:
     assert (root.modules, root.reshard_after_forward) == (("",), True)
 
 
-def test_replicated_modules_leave_the_default_units_or_those_of_other_rules() -> None:
+def test_replicated_modules_leave_the_default_units_or_those_of_other_rules():
     default = plan_model(Decoder(layers=1), mesh=EIGHT)
     plan = plan_model(Decoder(layers=1), mesh=EIGHT, replicate=nn.LayerNorm)
     assert [unit.name for unit in default.units] == ["embed", "layers.0", "[norm, head]", "(root)"]
@@ -117,13 +117,13 @@ def test_replicated_modules_leave_the_default_units_or_those_of_other_rules() ->
     assert (counts.all_reduces, others.all_reduces) == (1, 0)
 
 
-def test_inner_units_come_before_outer_ones() -> None:
+def test_inner_units_come_before_outer_ones():
     rules = [by_class(Block), by_name("layers.*.up"), group("layers.0.norm", "layers.0.down")]
     inner = ["[layers.0.norm, layers.0.down]", "layers.0.up", "layers.1.up"]
     assert names(Decoder(layers=2), rules) == [*inner, "layers.0", "layers.1", "(root)"]
 
 
-def test_a_callable_may_return_settings() -> None:
+def test_a_callable_may_return_settings():
     half = MixedPrecisionPolicy(param_dtype=None)
 
     def rule(fqn: str, module: nn.Module) -> "bool | dict[str, object]":
@@ -149,13 +149,13 @@ def test_a_callable_may_return_settings() -> None:
     assert plan.units[0].mp_policy is half
 
 
-def test_blocks_are_recomputed_and_compiled_but_not_leaves_or_the_root() -> None:
+def test_blocks_are_recomputed_and_compiled_but_not_leaves_or_the_root():
     plan = plan_model(Decoder(), mesh=EIGHT, checkpoint_activations=True, compile=True)
     for unit in plan.units:
         assert unit.checkpoint_activations is unit.compile is unit.name.startswith("layers.")
 
 
-def test_resharding_by_default_and_when_asked() -> None:
+def test_resharding_by_default_and_when_asked():
     for asked, expected in (
         (None, [True, True, True, True, False, False]),
         (True, [True] * 6),

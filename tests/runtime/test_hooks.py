@@ -74,7 +74,7 @@ def test_what_is_edited_after_a_forward_without_backward_is_the_parameter(method
 class Coded(nn.Linear):
     """Returns codes, and keeps what a perceptual loss reads."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.kept = super().forward(x)
         return self.kept.argmax(-1)
 
@@ -94,7 +94,7 @@ def test_a_frozen_model_stays_unsharded_for_the_gradient_of_its_input():
 class Reentrant(Decoder):
     """Blocks and head run under no_grad inside a forward with grad."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=True)
@@ -117,11 +117,11 @@ def test_reentrant_checkpointing_keeps_its_collectives():
 # requires_grad_() on what a forward with grad has left unsharded.
 
 
-def set_by_parameter(model: nn.Module, saved: list[nn.Parameter], trains: bool) -> None:
+def set_by_parameter(model: nn.Module, saved: list[nn.Parameter], trains: bool):
     model.head.weight.requires_grad = trains
 
 
-def set_by_list(model: nn.Module, saved: list[nn.Parameter], trains: bool) -> None:
+def set_by_list(model: nn.Module, saved: list[nn.Parameter], trains: bool):
     """As a GAN freezes its discriminator, by a list of parameters from before."""
     for param in saved:
         param.requires_grad_(trains)
@@ -217,7 +217,7 @@ def test_methods_that_gather():
         assert_trains_alike(plain, model, usual_loss)
 
 
-def test_methods_keep_their_signatures() -> None:
+def test_methods_keep_their_signatures():
     """transformers' Trainer passes the columns that ``forward`` has parameters for."""
     plain = Coder()
     with fake_world(2):
@@ -229,12 +229,12 @@ def test_methods_keep_their_signatures() -> None:
 class Pair(nn.Module):
     """A model with a part that is called by a method of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = Coder()
         self.out = nn.Linear(11, 3)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.out(self.encoder.encode(ids)).clone()
 
 
@@ -247,7 +247,7 @@ def test_a_method_of_a_unit():
     assert_trains_alike(plain, model, usual_loss)
 
 
-def test_an_ordinary_step_is_as_predicted_after_other_entries() -> None:
+def test_an_ordinary_step_is_as_predicted_after_other_entries():
     with fake_world(8):
         plan = plan_model(Coder(), forward_methods=["encode"])
         model = apply_plan(Coder(), plan)
@@ -270,7 +270,7 @@ def test_a_root_around_the_model():
 
 
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # of [norm, head], before torch 2.13
-def test_a_first_forward_on_meta() -> None:
+def test_a_first_forward_on_meta():
     with fake_world(2):
         with init_on_meta():
             model = Decoder()
@@ -294,7 +294,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("methods", METHODS)
-def test_methods_that_cannot_gather(methods) -> None:
+def test_methods_that_cannot_gather(methods):
     with fake_world(2):
         for call in (plan_model, shard_model):
             model = Coder()
@@ -303,7 +303,7 @@ def test_methods_that_cannot_gather(methods) -> None:
             assert not isinstance(model, FSDPModule)
 
 
-def test_methods_are_in_the_plan() -> None:
+def test_methods_are_in_the_plan():
     plan = plan_model(Coder(), mesh=MeshSpec.sharded(2), forward_methods=["encode", "generate"])
     assert plan.forward_methods == ("generate", "encode")
     assert "methods that unshard: generate, encode" in str(plan)
@@ -324,7 +324,7 @@ def test_methods_are_in_the_plan() -> None:
 class Tied(nn.Module):
     """One weight in two modules of which one never runs, as the embeddings of a T5."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shared, self.embed, self.head = (
             nn.Embedding(8, 4),
@@ -333,12 +333,12 @@ class Tied(nn.Module):
         )
         self.embed.weight = self.head.weight = self.shared.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.embed(x))
 
 
 @pytest.mark.skipif(torch_version() < (2, 13), reason="torch waits for all modules of a unit")
-def test_a_module_of_a_unit_that_never_runs() -> None:
+def test_a_module_of_a_unit_that_never_runs():
     torch.manual_seed(0)
     with fake_world(1):
         plain = Tied()
@@ -413,7 +413,7 @@ def test_a_gradient_penalty(loss):
         )
 
 
-def test_settings_come_back() -> None:
+def test_settings_come_back():
     with fake_world(4):
         model = shard_model(Critic(), reshard_after_forward=2)
         with double_backward(model):

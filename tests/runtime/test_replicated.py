@@ -41,7 +41,7 @@ WHOLE = ("scale", "none", "unused", "blocks.1.gain")
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.gain = nn.Parameter(torch.tensor(1.5))
@@ -56,7 +56,7 @@ class Net(nn.Module):
     nobody uses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.none = nn.Parameter(torch.zeros(0, 8))
@@ -106,7 +106,7 @@ def grads(model: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]):
     """Sums of two ranks' gradients: the plain model rounds them in another place, so a few units in
     the last place.
     """
@@ -133,7 +133,7 @@ def both(seeds: list[int], divisor: int = 1, **arguments: bool) -> dict[str, Ten
 # The plan.
 
 
-def test_the_plan_says_so() -> None:
+def test_the_plan_says_so():
     plan = plan_model(net(), mesh=MeshSpec.hybrid(2, 4))
     assert plan.replicated == ("scale", "none", "unused", "blocks.0.gain", "blocks.1.gain")
     assert "replicated, gradients reduced: scale, none, unused" in str(plan)
@@ -152,7 +152,7 @@ def test_the_plan_says_so() -> None:
 @pytest.mark.parametrize(
     "mesh", [MeshSpec.sharded(8), MeshSpec.hybrid(2, 4), MeshSpec.hybrid(8, 1)]
 )
-def test_collectives_are_counted(mesh: MeshSpec) -> None:
+def test_collectives_are_counted(mesh: MeshSpec):
     options = [{}, {"keep_unsharded": True}, {"shard_gradients": True}]
     for frozen in (False, True):
         model = net()
@@ -179,7 +179,7 @@ def test_collectives_are_counted(mesh: MeshSpec) -> None:
 
 @pytest.mark.parametrize("setting", ["mean", "sum", "recomputed", "resharded"])
 @on_ranks(2)
-def test_gradients_are_those_of_the_plain_model(setting: str) -> None:
+def test_gradients_are_those_of_the_plain_model(setting: str):
     rank, sums = dist.get_rank(), setting == "sum"
     options = {
         "recomputed": {"checkpoint_activations": True},
@@ -215,7 +215,7 @@ def test_gradients_are_those_of_the_plain_model(setting: str) -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_use_different_ones_and_errors() -> None:
+def test_ranks_that_use_different_ones_and_errors():
     rank = dist.get_rank()
     model = shard_model(net())
     loss_of(model, rank, gained=rank == 1).backward()
@@ -241,7 +241,7 @@ def test_ranks_that_use_different_ones_and_errors() -> None:
 
 @pytest.mark.parametrize("name", ["scalar", "clip", "llama"])
 @on_ranks(4)
-def test_on_two_axes_bit_for_bit(name: str) -> None:
+def test_on_two_axes_bit_for_bit(name: str):
     bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if name == "llama":
         options = {"mp_policy": bfloat16, "optimizer": "adamw on local shards", "steps": 2}
@@ -267,7 +267,7 @@ def test_on_two_axes_bit_for_bit(name: str) -> None:
 
 
 @on_ranks(2)
-def test_ignored_ones_are_not_reduced_and_it_is_said() -> None:
+def test_ignored_ones_are_not_reduced_and_it_is_said():
     model = shard_model(net(), ignored_params=["scale"])
     loss_of(model, dist.get_rank()).backward()
     assert torch.equal(model.scale.grad, both([dist.get_rank()])["scale"])
@@ -280,7 +280,7 @@ def test_ignored_ones_are_not_reduced_and_it_is_said() -> None:
 
 
 @on_ranks(2)
-def test_meta_and_state() -> None:
+def test_meta_and_state():
     with init_on_meta():
         model = net()
     materialize(shard_model(model))
@@ -302,7 +302,7 @@ def test_meta_and_state() -> None:
 
 
 @on_ranks(4)
-def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) -> None:
+def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path):
     rank, models = dist.get_rank(), {}
     for name, rules in {"sharded": {}, "replicated": NORMS}.items():
         models[name] = shard_model(agreed(Decoder), mesh=mesh_of((2, 2)), **rules)
@@ -330,7 +330,7 @@ def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path) ->
 
 
 @on_ranks(2)
-def test_the_torch_code_does_the_same() -> None:
+def test_the_torch_code_does_the_same():
     rank = dist.get_rank()
     plan = plan_model(net(), mesh=mesh_of((2,)))
     by_hand, model = net(), shard_model(net(), mesh=mesh_of((2,)))
@@ -388,7 +388,7 @@ def test_a_loss_of_a_scalar_alone_and_gradients_that_were_zeroed_in_place():
 
 
 @distributed(world_size=2)
-def test_a_gradient_of_zeros_on_one_rank_waits_on_all() -> None:
+def test_a_gradient_of_zeros_on_one_rank_waits_on_all():
     model, rank = shard_model(net()), dist.get_rank()
     optimizer = torch.optim.SGD([model.scale], lr=0.1)
     for _ in range(2):
@@ -402,13 +402,13 @@ def test_a_gradient_of_zeros_on_one_rank_waits_on_all() -> None:
 
 
 @distributed(world_size=2)
-def test_torch_makes_optimizer_state_before_any_backward() -> None:
+def test_torch_makes_optimizer_state_before_any_backward():
     model = shard_model(net())
     state = get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))["state"]
     assert state["scale"]["exp_avg"] == 0
 
 
-def test_parameters_on_an_equal_mesh_that_was_made_again_are_reduced() -> None:
+def test_parameters_on_an_equal_mesh_that_was_made_again_are_reduced():
     with fake_world(4):
         for _ in range(2):
             model = shard_model(net(), mesh=MeshSpec.hybrid(2, 2))

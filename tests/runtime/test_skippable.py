@@ -88,7 +88,7 @@ def train_in_random_patterns(
     micro_batches=1,
     require_grad=False,
     evaluates=False,
-) -> None:
+):
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = net()
     for name in frozen:
@@ -170,7 +170,7 @@ def test_a_tower_is_unfrozen_later_and_the_model_compiled():
 class Branches(nn.Module):
     """One of two linears, or one several times."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
@@ -210,7 +210,7 @@ def test_a_call_besides_the_agreed_order_is_an_error():
 class Checkpointed(nn.Module):
     """Checkpoints calls by itself, as transformers does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tower = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))

@@ -40,7 +40,7 @@ class Model(Decoder):
 
     tiles = 3
 
-    def __init__(self, tied: bool, words: int = WORDS) -> None:
+    def __init__(self, tied: bool, words: int = WORDS):
         super().__init__(layers=2, vocabulary=words, tied=tied)
         if not tied:
             self.head.bias = nn.Parameter(torch.randn(words))
@@ -98,7 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @distributed(world_size=2)
-def test_losses_and_gradients_are_those_of_the_whole() -> None:
+def test_losses_and_gradients_are_those_of_the_whole():
     for name, case in CASES.items():
         torch.manual_seed(0)
         plain = Model(case.get("tied", False)).double()
@@ -138,7 +138,7 @@ def test_losses_and_gradients_are_those_of_the_whole() -> None:
         torch.testing.assert_close(found, whole, rtol=1e-6, atol=0)
 
 
-def test_logits_are_never_whole_and_memory_is_predicted() -> None:
+def test_logits_are_never_whole_and_memory_is_predicted():
     tokens, peaks = torch.randint(401, (2, 60)), {}
     for tiles in (1, 8):
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
@@ -158,7 +158,7 @@ def test_logits_are_never_whole_and_memory_is_predicted() -> None:
     assert peaks[8, torch.bfloat16] < 0.9 * logits
 
 
-def test_other_losses() -> None:
+def test_other_losses():
     """Capped logits and weights of tokens, which bf16 does not round."""
     torch.manual_seed(0)
     head = nn.Linear(4, 9)
@@ -186,7 +186,7 @@ def test_other_losses() -> None:
     assert torch.equal(seen[0], labels.flatten(0, 1))
 
 
-def test_bad_arguments_and_the_head_as_it_was() -> None:
+def test_bad_arguments_and_the_head_as_it_was():
     head, hidden, labels = (
         nn.Linear(4, 9),
         torch.randn(2, 5, 4),
@@ -212,7 +212,7 @@ def test_bad_arguments_and_the_head_as_it_was() -> None:
 
 
 @distributed(world_size=2)
-def test_in_the_forward_of_a_model_of_transformers_whose_sequences_are_split() -> None:
+def test_in_the_forward_of_a_model_of_transformers_whose_sequences_are_split():
     class Llama(transformers.LlamaForCausalLM):
         def forward(
             self, input_ids: Any = None, position_ids: Any = None, targets: Any = None, **rest: Any

@@ -28,7 +28,7 @@ def values_at(step: int) -> dict[str, Tensor]:
     return build(seed=100 + step).state_dict() | {"3.bias": build()[3].bias.detach()}  # frozen
 
 
-def give(model: nn.Module, step: int) -> None:
+def give(model: nn.Module, step: int):
     load_full_state_dict(model, values_at(step), src="all")
 
 
@@ -36,7 +36,7 @@ def full(module: nn.Module) -> dict[str, Tensor]:
     return full_state_dict(module, rank0_only=False)
 
 
-def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def check(found: dict[str, Tensor], expected: dict[str, Tensor]):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -81,7 +81,7 @@ def test_the_bits_of_the_average_of_the_plain_model(shape, tmp_path):
 
 
 @on_ranks(2)
-def test_buffers_that_count_are_copied_and_others_averaged() -> None:
+def test_buffers_that_count_are_copied_and_others_averaged():
     model = build((2,))
     average = sharded_average(model, 0.5, use_buffers=True)
     norm, averaged = model[2], average.module.get_submodule("2")
@@ -183,7 +183,7 @@ def test_swapped_is_undone_after_an_error_that_leaves_them_asleep():
         average.update_parameters(model)
     own, averaged = full(model), full(average)
 
-    def fail(*holders: nn.Module) -> None:
+    def fail(*holders: nn.Module):
         with average.swapped(model):
             for holder in holders:
                 sleep(holder)

@@ -142,7 +142,7 @@ def test_small_tensors_share_a_message_and_large_ones_go_alone_from_one_replica(
     assert count_of(hsdp(seeded(Net))) == [{"recv_": 1}, {"send": 1}, {}, {}][rank]
 
 
-def test_a_group_of_some_ranks_needs_no_others_and_ends_with_the_world() -> None:
+def test_a_group_of_some_ranks_needs_no_others_and_ends_with_the_world():
     for bound, backend in ((None, None), (torch.device("cuda", 0), "gloo")):
         with fake_world(4):
             made = dist.new_group([0, 1])

@@ -194,7 +194,7 @@ def test_an_error_of_one_rank_is_raised_by_all():
     assert_same_state(full(model), seeded(Net).state_dict())
 
 
-def transpose(module: nn.Module, state: dict, prefix: str, metadata: object) -> None:
+def transpose(module: nn.Module, state: dict, prefix: str, metadata: object):
     state[prefix + "weight"] = state[prefix + "weight"].T
 
 
@@ -212,7 +212,7 @@ class WithExtraTensor(nn.Linear):
     def get_extra_state(self) -> Tensor:
         return torch.tensor([3, 5])
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(self, state: Tensor):
         self.seen = state
 
 

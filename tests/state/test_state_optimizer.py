@@ -44,11 +44,11 @@ class RowSums(Optimizer):
     placement changes are not supported").
     """
 
-    def __init__(self, groups: list[dict]) -> None:
+    def __init__(self, groups: list[dict]):
         super().__init__(groups, {"lr": 0.01, "betas": (0.9, 0.5)})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:

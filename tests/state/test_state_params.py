@@ -102,7 +102,7 @@ def test_writeback_goes_into_the_live_shards(layout, rank0_only):
         assert_same_output(layout, model(IDS), plain(IDS))
 
 
-def assert_same_output(layout: str, found: Tensor, expected: Tensor) -> None:
+def assert_same_output(layout: str, found: Tensor, expected: Tensor):
     """To the bit, except where tensor parallelism adds in another order."""
     bound = 1e-5 if layout in TENSOR_PARALLEL else 0
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
@@ -146,7 +146,7 @@ def test_gradients_that_wait_for_their_reduction_are_not_there_yet():
         assert all(param.grad is None for param in model.parameters())
 
 
-def spoil(model: nn.Module, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+def spoil(model: nn.Module, ranks: tuple[int, ...] = (0, 1, 2, 3)):
     with torch.no_grad():
         model.gain.zero_()
     if dist.get_rank() in ranks:
@@ -200,11 +200,11 @@ def test_registered_methods_lists_and_policies_do_nothing_inside():
 
 
 class Summoning(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with full_params(self):
             return self.inner(x)
 

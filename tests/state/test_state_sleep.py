@@ -17,7 +17,7 @@ from shardkit.state import asleep, sleep, wake
 
 
 class Uneven(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
             nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Linear(7, 3), nn.Linear(3, 1)
@@ -54,7 +54,7 @@ def trained(shape: tuple[int, ...], naps: bool, local: bool) -> list[torch.Tenso
         step_on_local_shards(optimizer)
     average = sharded_average(model, 0.5)
 
-    def nap() -> None:
+    def nap():
         sleep(model, optimizers)
         sleep(average)
         for tensor in local_tensors(model, average, *optimizers):
@@ -155,7 +155,7 @@ def test_a_backward_that_steps_raises_while_the_optimizer_is_asleep():
 
 
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
 

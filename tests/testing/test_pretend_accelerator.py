@@ -99,7 +99,7 @@ def steps(model: nn.Module, device: str, optimizer: Any, count: int = 2) -> list
 # ---- shard_model ---------------------------------------------------------------------------------
 
 
-def check_settings(name: str) -> None:
+def check_settings(name: str):
     settings = SETTINGS[name]
     home = "cpu" if "offload_policy" in settings else "pretend"
     with pretend_accelerator():
@@ -131,7 +131,7 @@ def check_settings(name: str) -> None:
             check_same(first, end, name, exactly=False)
 
 
-def check_places(model: nn.Module, home: str, case: str, pinned: bool = True) -> None:
+def check_places(model: nn.Module, home: str, case: str, pinned: bool = True):
     """Shards at home, what is whole and the buffers on the device."""
     shards = [param for param in model.parameters() if isinstance(param, DTensor)]
     assert devices(shards) == {home}, case
@@ -145,7 +145,7 @@ def check_places(model: nn.Module, home: str, case: str, pinned: bool = True) ->
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(ranks: RankPool, name: str) -> None:
+def test_settings(ranks: RankPool, name: str):
     ranks.run(check_settings, name)
 
 
@@ -165,7 +165,7 @@ def trained(options: dict[str, Any], **settings: Any) -> tuple[nn.Module, torch.
     return model, optimizer
 
 
-def check_optimizers(name: str, folder: str) -> None:
+def check_optimizers(name: str, folder: str):
     """Where state lies after a step, and after each way to load it; and that training goes on as it
     would have.
     """
@@ -202,13 +202,11 @@ def check_optimizers(name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADAMW)
-def test_optimizer_state_lies_where_a_step_needs_it(
-    ranks: RankPool, name: str, tmp_path: Path
-) -> None:
+def test_optimizer_state_lies_where_a_step_needs_it(ranks: RankPool, name: str, tmp_path: Path):
     ranks.run(check_optimizers, name, str(tmp_path))
 
 
-def check_steps() -> None:
+def check_steps():
     for name, options in ADAMW.items():
         with pretend_accelerator():
             model, optimizer = trained(options)
@@ -224,7 +222,7 @@ def check_steps() -> None:
             assert kept == ({"pretend"} if options else {"cpu", "pretend"}), name
 
 
-def check_steps_in_backward_of_offloaded_gradients() -> None:
+def check_steps_in_backward_of_offloaded_gradients():
     """torch 2.11 and 2.12 call a gradient's hook while its copy to pinned memory is under way."""
     sgd = partial(torch.optim.SGD, lr=0.1)
     with pretend_accelerator():
@@ -242,7 +240,7 @@ def check_steps_in_backward_of_offloaded_gradients() -> None:
         assert all(map(torch.equal, plain(list(within.parameters())), end))
 
 
-def check_host_syncs() -> None:
+def check_host_syncs():
     with pretend_accelerator() as accelerator:
         model, optimizer = trained({}, build=partial(net, scalar=True))
         shardkit.step_on_local_shards(optimizer)
@@ -268,7 +266,7 @@ def check_host_syncs() -> None:
         assert sorted(accelerator.syncs) == ["copy to the device", "copy to the host"]
 
 
-def check_states(folder: str) -> None:
+def check_states(folder: str):
     for settings in ({}, {"offload_policy": OFFLOADED["pinned"]}):
         home = "cpu" if settings else "pretend"
         with pretend_accelerator():
@@ -312,11 +310,11 @@ def check_states(folder: str) -> None:
                 )
 
 
-def test_state_in_memory_and_on_disk(ranks: RankPool, tmp_path: Path) -> None:
+def test_state_in_memory_and_on_disk(ranks: RankPool, tmp_path: Path):
     ranks.run(check_states, str(tmp_path))
 
 
-def check_averages() -> None:
+def check_averages():
     with pretend_accelerator() as accelerator:
         model = sharded("cpu", "pretend")
         for decay in (0.9, None):
@@ -327,7 +325,7 @@ def check_averages() -> None:
             assert accelerator.syncs == []
 
 
-def check_first_operation() -> None:
+def check_first_operation():
     """NCCL's first operation in a group must be made by all of its ranks, on the mesh's device."""
     for place in ("pretend", "cpu"):
         with (
@@ -341,7 +339,7 @@ def check_first_operation() -> None:
             assert where == {"cpu", place}
 
 
-def check_gradients() -> None:
+def check_gradients():
     with pretend_accelerator() as accelerator:
         model, optimizer = trained({})
         scaler = shardkit.GradScaler()
@@ -371,7 +369,7 @@ def check_gradients() -> None:
         assert devices(param.grad for param in model.parameters()) == {"pretend"}
 
 
-def check_sleep() -> None:
+def check_sleep():
     with pretend_accelerator() as accelerator:
         model = sharded("cpu", "pretend")
         optimizer = adamw(model.parameters())
@@ -409,7 +407,7 @@ def check_sleep() -> None:
         assert held(offloaded)["on the CPU"] == report["parameters"] - 8, "what is offloaded stays"
 
 
-def check_tensor_parallel_plans() -> None:
+def check_tensor_parallel_plans():
     """In a dry run too tensor parallelism moves inputs to its mesh's device, and DTensors draw."""
 
     def build() -> nn.Module:
@@ -444,11 +442,11 @@ def check_tensor_parallel_plans() -> None:
         check_tensor_parallel_plans,
     ],
 )
-def test_what_needs_no_files(ranks: RankPool, check: Callable[[], None]) -> None:
+def test_what_needs_no_files(ranks: RankPool, check: Callable[[], None]):
     ranks.run(check)
 
 
-def check_drop_in(given: int | str | None) -> None:
+def check_drop_in(given: int | str | None):
     with pretend_accelerator(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         device_id = torch.device(given) if isinstance(given, str) else given
@@ -468,7 +466,7 @@ def check_drop_in(given: int | str | None) -> None:
             assert devices(model.state_dict().values()) == {"cpu"}
 
 
-def check_penalty(offloads: bool) -> None:
+def check_penalty(offloads: bool):
     """What autograd adds to a reduced gradient waits for the reduction's stream, and for a gradient
     on its way to the CPU.
     """
@@ -484,7 +482,7 @@ def check_penalty(offloads: bool) -> None:
         once = plain([param.grad.clone() for param in model.parameters()])
         seen: list[object] = []
 
-        def note(what: str, param: Tensor, grad: Tensor | None = None) -> None:
+        def note(what: str, param: Tensor, grad: Tensor | None = None):
             seen.append((what, id(param)))
 
         penalty = torch.zeros((), device="pretend")
@@ -505,10 +503,10 @@ def check_penalty(offloads: bool) -> None:
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_drop_in_with_a_penalty(ranks: RankPool, offloads: bool) -> None:
+def test_drop_in_with_a_penalty(ranks: RankPool, offloads: bool):
     ranks.run(check_penalty, offloads)
 
 
 @pytest.mark.parametrize("given", [0, None, "cpu"])
-def test_drop_in(ranks: RankPool, given: int | str | None) -> None:
+def test_drop_in(ranks: RankPool, given: int | str | None):
     ranks.run(check_drop_in, given)

@@ -87,7 +87,7 @@ def train_in_one_process(
     return model, optimizer, norms
 
 
-def assert_trained_alike(scope: dict[str, Any], whole: dict[str, Tensor]) -> None:
+def assert_trained_alike(scope: dict[str, Any], whole: dict[str, Tensor]):
     """Compare parameters and optimizer state; a stage has some of them."""
     values = values_of(scope["model"], scope["optimizer"])
     assert values
@@ -95,7 +95,7 @@ def assert_trained_alike(scope: dict[str, Any], whole: dict[str, Tensor]) -> Non
         torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-12)
 
 
-def test_every_program_of_the_page_is_run_here() -> None:
+def test_every_program_of_the_page_is_run_here():
     assert PROGRAMS.keys() == READERS.keys()
 
 
@@ -116,11 +116,11 @@ def test_a_program_trains_as_one_process_does(name, tmp_path):
 class WithGain(nn.Module):
     """A block with a scalar parameter, which shardkit replicates."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module):
         super().__init__()
         self.block, self.gain = block, nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.gain * self.block(x)
 
 
@@ -134,7 +134,7 @@ def test_a_schedule_reduces_once_and_its_checkpoint_loads_without_stages_and_bac
     in_float64(train_by_schedule, schedule, reshard, tmp_path)
 
 
-def train_by_schedule(schedule: Any, reshard: bool, folder: Path) -> None:
+def train_by_schedule(schedule: Any, reshard: bool, folder: Path):
     """Train two stages, or with an interleaved schedule four of which each rank has two."""
     scope = definitions("pipeline")
     plain_model = scope["Model"]

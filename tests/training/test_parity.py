@@ -92,7 +92,7 @@ def test_float8_weights_are_gathered_in_float8():
 
 
 @on_ranks(2)
-def test_equal_or_refused() -> None:
+def test_equal_or_refused():
     cases = drawn(24, 1)  # benchmarks/sweeps/random_cases.py draws others
     found = outcomes(cases)
     counts = Counter(each.partition(":")[0] for each in found)

@@ -96,7 +96,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step
     return losses, optimizer
 
 
-def check(path, on: str, kind: str, tied: bool) -> None:
+def check(path, on: str, kind: str, tied: bool):
     plain, model = adapted(on, kind, tied), adapted(on, kind, tied)
     dtypes = {name: param.dtype for name, param in plain.named_parameters()}
     model = shard_model(model)

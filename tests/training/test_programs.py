@@ -90,7 +90,7 @@ def finish(model: nn.Module, optimizer: Any, scheduler: Any, clip: Any = clip_gr
 
 def gradients(
     model: nn.Module, step: int, after: Callable[[int], None] | None = None, **options: Any
-) -> None:
+):
     """Of the mean over all tokens, by micro-batches; ``after`` is called after the
     context of each.
     """
@@ -138,12 +138,12 @@ def state_of(run: Run) -> dict[str, Tensor]:
     }
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]):
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
-def assert_close(found: dict[str, Tensor], plain: Run, start: dict[str, Tensor]) -> None:
+def assert_close(found: dict[str, Tensor], plain: Run, start: dict[str, Tensor]):
     expected = state_of(plain)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -218,7 +218,7 @@ def test_state_is_read_between_two_micro_batches(tmp_path, keep):
     for step, read in enumerate((lambda run, _: state_of(run), read_params, read_saved), 1):
         before = state_of(run)
 
-        def look(micro: int, before: Any = before, read: Any = read) -> None:
+        def look(micro: int, before: Any = before, read: Any = read):
             if micro == 1:
                 found = read(run, tmp_path)
                 assert_equal(found, {name: before[name] for name in found})

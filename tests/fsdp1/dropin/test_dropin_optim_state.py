@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from cpu_ranks import on_ranks
 from state_models import train, two_groups
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
@@ -31,7 +31,7 @@ class Body(nn.Module):
     rounded otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 32)
         self.up, self.down = nn.Linear(32, 5), nn.Linear(5, 32)
@@ -40,7 +40,7 @@ class Body(nn.Module):
         self.head = nn.Linear(32, 7, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         return self.head(self.ignored(self.frozen(x + self.down(self.up(x).relu()))))
 
@@ -48,13 +48,13 @@ class Body(nn.Module):
 class Parent(nn.Module):
     """Has a parameter that is not wrapped."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.shift = nn.Parameter(torch.ones(7))
         self.body = Body()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.body(ids) + self.shift
 
 
@@ -78,7 +78,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def set_type(model: nn.Module, kind: StateDictType, **options: Any) -> None:
+def set_type(model: nn.Module, kind: StateDictType, **options: Any):
     FSDP.set_state_dict_type(
         model, kind, None, FullOptimStateDictConfig(**options) if kind is FULL else None
     )
@@ -124,7 +124,7 @@ def plain_state(name: str) -> tuple[dict[str, Any], list[float], list[float]]:
 
 def resumed(
     how: str, model: nn.Module, optimizer: Optimizer, full: dict[str, Any], sharded: dict[str, Any]
-) -> None:
+):
     """Load in one of FSDP1's ways; only rank 0 has the full state where that is enough."""
     on_rank0 = full if dist.get_rank() == 0 else None
     set_type(model, FULL)
