@@ -144,7 +144,7 @@ def without_data() -> Iterator[None]:
         return _equal_on_all(numbers, groups) & {"tensors", "number of quantized"}
 
     _write_all, _read_all = byte_ranges.write_all, byte_ranges.read_all
-    _write_parts, _equal_on_all = save.write_parts, save._equal_on_all
+    _write_parts, _equal_on_all = save.write_parts, save.equal_on_all
     _part_sum = byte_ranges._part_sum
     nothing: list[tuple[Any, str, Any]] = [
         (os, "fsync", lambda _: None),
@@ -152,7 +152,7 @@ def without_data() -> Iterator[None]:
         (byte_ranges, "write_all", write_all),
         (byte_ranges, "_part_sum", part_sum),
         (save, "write_parts", write_parts),
-        (save, "_equal_on_all", equal_on_all),
+        (save, "equal_on_all", equal_on_all),
         (native, "file_sums", file_sums),
     ]
     with ExitStack() as stack:

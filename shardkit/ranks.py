@@ -25,6 +25,7 @@ from shardkit.errors import ShardkitError, listing
 logger = logging.getLogger("shardkit")
 
 PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
+_MOST = 1 << 62  # more than any digest
 
 _warned: set[str] = set()  # texts that this process has logged by warn_once
 listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
@@ -175,13 +176,16 @@ def max_over_ranks(numbers: Sequence[int], groups: Groups) -> list[int]:
     return highest
 
 
-def extremes(lows: list[int], highs: list[int], groups: Groups) -> tuple[list[int], list[int]]:
-    """Return the lowest of each low and the highest of each high over all ranks. Collective.
+def equal_on_all(numbers: Mapping[str, int | None], groups: Groups) -> set[str]:
+    """Return the names whose numbers are equal on all ranks that have one. Collective.
 
-    One all-reduce for each group finds both: the lowest is the highest of the negatives, negated.
+    One all-reduce for each group finds the highest and the lowest of each: the lowest is the
+    highest of the negatives, negated. Where a rank has None, what it sends is neither.
     """
-    values = max_over_ranks([*highs, *(-low for low in lows)], groups)
-    return [-value for value in values[len(highs) :]], values[: len(highs)]
+    highs = [-_MOST if number is None else number for number in numbers.values()]
+    negatives = [-_MOST if number is None else -number for number in numbers.values()]
+    most = max_over_ranks([*highs, *negatives], groups)
+    return {name for at, name in enumerate(numbers) if most[at] <= -most[at + len(numbers)]}
 
 
 def sum_over_ranks(numbers: Sequence[int], groups: Groups) -> list[int]:

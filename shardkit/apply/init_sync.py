@@ -15,14 +15,13 @@ from shardkit.plan import ShardingPlan
 from shardkit.ranks import (
     Groups,
     digest,
-    extremes,
+    equal_on_all,
     gather_by_rank,
     groups_of,
     raise_on_all_ranks,
 )
 
 SAMPLED = 8  # elements of each tensor, evenly from its first to its last
-_ABOVE_EVERY_DIGEST = 1 << 60
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -65,9 +64,8 @@ def check_same_start(model: nn.Module, plan: ShardingPlan, groups: Groups) -> No
     problems = [_difference(samples, copies) for copies, samples in by_groups.items()]
     # Ranks of tensor parallelism hold other parts, and may have seen no difference.
     with raise_on_all_ranks(groups_of(model), PlanError):
-        for problem in problems:
-            if problem is not None:
-                raise problem
+        for problem in filter(None, problems):
+            raise problem
 
 
 def groups_of_copies(state: Tensor, groups: Groups) -> Groups:
@@ -86,24 +84,16 @@ def _difference(samples: dict[str, list[list[int]] | None], groups: Groups) -> P
     """Return the error for samples that are not equal on all ranks, None if they are.
     Collective.
     """
-    lows, highs = [], []
-    for sample in samples.values():
-        number = digest(sample)
-        # A tensor on meta has no values: what its rank sends is neither the lowest nor the highest.
-        lows.append(_ABOVE_EVERY_DIGEST if sample is None else number)
-        highs.append(0 if sample is None else number)
-    lows, highs = extremes(lows, highs, groups)
-    differing = []
-    for fqn, low, high in zip(samples, lows, highs, strict=True):
-        if low < high:
-            differing.append(fqn)
+    # A tensor on meta has no values.
+    digests = {fqn: None if own is None else digest(own) for fqn, own in samples.items()}
+    equal = equal_on_all(digests, groups)
+    differing = [fqn for fqn in samples if fqn not in equal]
     if not differing:
         return None
     fqn = differing[0]
     by_rank = gather_by_rank(samples[fqn], groups)
     first = next(rank for rank, sample in by_rank.items() if sample is not None)
-    alike = (None, by_rank[first])
-    others = [str(rank) for rank, sample in by_rank.items() if sample not in alike]
+    others = [str(rank) for rank, own in by_rank.items() if own not in (None, by_rank[first])]
     return PlanError(
         f"{fqn} has different values on rank {listing(others, 8)} than on rank {first}; "
         f"{len(differing)} of {len(samples)} parameters and buffers differ. Each rank shards its "

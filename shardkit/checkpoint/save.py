@@ -43,7 +43,7 @@ from shardkit.ranks import (
     Groups,
     check_equal,
     digest,
-    extremes,
+    equal_on_all,
     from_first,
     gather_by_rank,
     one_group,
@@ -62,7 +62,6 @@ from shardkit.state.optimizer_load import options_by_name
 
 STATE = "state.pt"
 RANKS = "ranks"  # the stem of the file for what differs between ranks, and the tensor in it
-_MOST = 1 << 62  # more than any sum or digest
 
 
 @dataclass
@@ -156,7 +155,7 @@ def save_checkpoint(
     }
     check_equal(same, groups, CheckpointError)
     digests = _digests(snapshot, own)
-    equal = _equal_on_all(digests, groups)
+    equal = equal_on_all(digests, groups)
     if snapshot.quantized or "number of quantized" not in equal:  # some rank has quantized state
         shards = _take_quantized(snapshot, groups)
         with raise_on_all_ranks(groups, CheckpointError):
@@ -329,22 +328,6 @@ def described(tensor: Tensor) -> str:
     return text
 
 
-def _equal_on_all(numbers: Mapping[str, int | None], groups: Groups) -> set[str]:
-    """Return the names whose numbers are equal on all ranks that have one. Collective.
-
-    A rank without a number sends a low that is never the lowest, and a high that is never the
-    highest.
-    """
-    lows = [_MOST if number is None else number for number in numbers.values()]
-    highs = [-_MOST if number is None else number for number in numbers.values()]
-    lows, highs = extremes(lows, highs, groups)
-    equal = set()
-    for name, low, high in zip(numbers, lows, highs, strict=True):
-        if low >= high:
-            equal.add(name)
-    return equal
-
-
 def _merge_stages(snapshot: Snapshot, stage_id: int | None, groups: Groups) -> dict[str, int]:
     """Merge what all stages have, each sent by its first rank; return the first rank of each
     tensor.
@@ -407,7 +390,7 @@ def _check_replicas(tensors: Mapping[str, Tensor], keys: Sequence[str], groups: 
     for mesh, sums in by_mesh.items():
         of_mesh = sum_over_ranks(list(sums.values()), mesh.get_all_groups())
         totals |= dict(zip(sums, of_mesh, strict=True))
-    equal = _equal_on_all(totals, groups)
+    equal = equal_on_all(totals, groups)
     differing = [key.partition("/")[2] for key in keys if key not in equal]
     if differing:
         raise CheckpointError(

@@ -25,10 +25,8 @@ def problems(plan: PlanData) -> Iterator[str]:
 
 
 def _whole_plan(plan: PlanData) -> Iterator[str]:
-    overriding = []
-    for unit in plan.units:
-        if getattr(unit.mp_policy, "param_dtype_override_fn", None):  # since torch 2.15
-            overriding.append(unit.name)
+    name = "param_dtype_override_fn"  # since torch 2.15
+    overriding = [unit.name for unit in plan.units if getattr(unit.mp_policy, name, None)]
     if overriding:
         yield (
             f"mp_policy has a param_dtype_override_fn for {listing(overriding, 6)}. A plan is "
@@ -112,8 +110,7 @@ def _may_skip(plan: PlanData) -> Iterator[str]:
         if unit.compile:
             yield f"{unit.name} is compiled, {rule} Pass compile=False for this unit."
         elif len(unit.modules) > 1:
-            number = len(unit.modules)
-            yield f"{unit.name} is a unit of {number} modules, {rule} Leave it out of group()."
+            yield f"{unit.name} is a unit of several modules, {rule} Leave it out of group()."
 
 
 def unit_inside(plan: PlanData, unit: ShardUnit) -> str | None:

@@ -225,7 +225,7 @@ def test_a_program_may_end_with_a_collective(tmp_path: pathlib.Path):
     script = tmp_path / "last.py"
     script.write_text(LAST)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launcher, script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*launcher, script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

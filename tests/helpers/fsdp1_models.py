@@ -33,7 +33,7 @@ class Decoder(small_models.Decoder):
         self.layers[0].requires_grad_(False)
         self.layers[1].norm.requires_grad_(False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         x = x + self.positions.to(x.dtype)
         for layer in self.layers:
@@ -53,7 +53,7 @@ class ConvNet(nn.Module):
         )
         self.head = nn.Linear(6, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.body(self.stem(x)).mean((2, 3)))
 
 

@@ -40,7 +40,7 @@ class Critic(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x * self.w
         for layer in self.layers:
             x = layer(x)
@@ -59,7 +59,7 @@ class Coder(Decoder):
     def encode(self, tokens: Tensor) -> Tensor:
         return self.head(self.body(tokens)).clone()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.encode(tokens)
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ class Block(small_models.Block):
         self.gain = nn.Parameter(torch.tensor(0.5)) if scalar else 1.0
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.seen += 1
         return x + self.gain * self.down(torch.relu(self.up(self.norm(x))))
 

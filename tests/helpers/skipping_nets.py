@@ -18,7 +18,7 @@ class Tower(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
         self.patch = nn.Linear(6, width)
 
-    def forward(self, image: Tensor) -> Tensor:
+    def forward(self, image):
         x = self.patch(image)
         for block in reversed(self.blocks):
             x, before = block(x), x

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardkit import init_on_meta, materialize, shard_model
@@ -24,7 +23,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.up, self.down = nn.Linear(dim, inner), nn.Linear(inner, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(F.relu(self.up(self.norm(x))))
 
 
@@ -42,7 +41,7 @@ class Decoder(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)

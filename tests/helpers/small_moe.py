@@ -29,7 +29,7 @@ class MoEBlock(Block):
         self.router = nn.Linear(dim, experts, bias=False)
         self.experts = Experts(experts, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = super().forward(x)
         return x + self.experts(x, self.router(x).softmax(-1))
 

@@ -39,7 +39,7 @@ class Net(grads_net.Net):
     def set_extra_state(self, state: str):
         self.version = state
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids) * self.scale.float()
         for block in self.blocks:
             x = block(x)

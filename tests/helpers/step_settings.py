@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from plain_and_sharded import assert_trains_like_plain
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from zoo_entry import Entry, floats
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
             self.register_buffer("average", torch.zeros(8))
             self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.has_buffers:
             with torch.no_grad():
                 self.average.lerp_(x.float().mean((0, 1)), 0.1)
@@ -70,7 +70,7 @@ class Net(nn.Module):
         super().__init__()
         self.layers, self.head = nn.ModuleList([Block(False), Block(True)]), nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(x).clone()

@@ -2,7 +2,7 @@
 
 import torch
 from small_models import Block
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo_entry import Entry, floats
 from zoo_usual import VOCAB, WIDTH, NanoGpt, blocks, next_token, run, stacked, tokens, vectors
@@ -18,7 +18,7 @@ class Scalar(nn.Module):
         self.layers = blocks()
         self.logit_scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return run(self.layers, x) * self.logit_scale.exp()
 
 
@@ -34,7 +34,7 @@ class Frozen(nn.Module):
         self.layers[2].norm.requires_grad_(False)
         self.head = nn.Linear(WIDTH, VOCAB)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(run(self.layers, self.embed(ids)))
 
 
@@ -45,7 +45,7 @@ class LoraLinear(nn.Module):
         self.lora_a = nn.Linear(base.in_features, 2, bias=False)
         self.lora_b = nn.Linear(2, base.out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x.bfloat16()).float() + self.lora_b(self.lora_a(x))
 
 
@@ -65,7 +65,7 @@ class MixedBlock(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.linear(self.norm(x.float()).bfloat16())
 
 
@@ -75,7 +75,7 @@ class MixedDtypes(nn.Module):
         self.layers = nn.ModuleList(MixedBlock() for _ in range(3))
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(run(self.layers, x).float())
 
 
@@ -91,7 +91,7 @@ class Narrow(nn.Module):
             nn.Parameter(torch.ones(2)),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.out(run(self.layers, self.inp(x)).tanh()) * self.gain
 
 
@@ -112,7 +112,7 @@ class Unordered(nn.Module):
         super().__init__()
         self.layers = blocks(4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return run([self.layers[i] for i in (3, 1, 0, 1)], x)
 
 
@@ -124,7 +124,7 @@ class MoeBlock(nn.Module):
         self.router = nn.Linear(WIDTH, 6)
         self.experts = nn.ModuleList(Block() for _ in range(6))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         flat = x.flatten(0, -2)
         weight, chosen = self.router(flat).softmax(-1).max(-1)
         out = torch.zeros_like(flat)
@@ -141,7 +141,7 @@ class Moe(nn.Module):
         self.layers = nn.ModuleList(MoeBlock() for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(run(self.layers, x))
 
 
@@ -152,7 +152,7 @@ class OwnCheckpointing(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(TupleBlock() for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         state = {"x": x, "step": 0}
         for layer in self.layers:
             state = checkpoint(layer, state, scale=0.5, use_reentrant=False)

@@ -59,7 +59,7 @@ class LstmLm(nn.Module):
         self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
         self.head = nn.Linear(WIDTH, VOCAB)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.lstm(self.embed(ids))[0])
 
 
@@ -80,7 +80,7 @@ class NanoGpt(nn.Module):
         if tied:
             self.transformer.wte.weight = self.lm_head.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.transformer.wte(ids) + self.transformer.wpe(torch.arange(ids.shape[1]))
         return self.lm_head(self.transformer.ln_f(run(self.transformer.h, x)))
 
@@ -95,7 +95,7 @@ class HeadByWeight(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.norm(run(self.layers, self.emb(ids)))
         return x @ self.head.weight.t()
 
@@ -116,7 +116,7 @@ class BasicBlock(nn.Module):
                 nn.Conv2d(inner, outer, 1, stride), nn.BatchNorm2d(outer)
             )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         return F.relu(y + (x if self.downsample is None else self.downsample(x)))
 
@@ -130,7 +130,7 @@ class ResNet(nn.Module):
         self.layer2 = nn.Sequential(BasicBlock(4, 6, 2), BasicBlock(6, 6, 1))
         self.fc = nn.Linear(6, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = F.relu(self.bn1(self.conv1(x)))
         return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
 
@@ -145,7 +145,7 @@ class AutoEncoder(nn.Module):
             nn.ConvTranspose2d(8, 6, 2, 2), nn.ReLU(), nn.ConvTranspose2d(6, 3, 2, 2)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.decoder(self.encoder(x.contiguous(memory_format=torch.channels_last))) - x
 
 
@@ -156,7 +156,7 @@ class SpectralLayer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         spectrum = torch.einsum("bfi,fio->bfo", torch.fft.rfft(x, dim=1), self.weight)
         return x + torch.fft.irfft(spectrum, n=x.shape[1], dim=1)
 
