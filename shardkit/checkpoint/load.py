@@ -271,7 +271,7 @@ def _plan_model(
     offered = {}
     for name, value in contents.model.items():
         new = rename(name, request.key_map)
-        # Values that are no tensors, such as a step count, are ignored where the model has none.
+        # Values that are not tensors, such as a step count, are ignored where the model has none.
         is_known = isinstance(value, Stored) or new in state.others
         if is_known and new not in of_other_stages:
             offered[name] = value

@@ -81,7 +81,7 @@ def find_blocks(tree: ModelTree) -> list[ModuleNode]:
     innermost whole ones.
 
     Of a decoder its layers; of a ConvNeXt, whose stages repeat too, the blocks of each stage; of an
-    Inception each module with branches, which are no stage.
+    Inception each module with branches, which is not a stage.
     """
     items = _list_items(tree)
     listed = Counter(type(node.module) for node in items)

@@ -106,7 +106,7 @@ def _begin_as_root(root: nn.Module) -> _Hook:
     @not_compiled
     def begin(*_: object) -> None:
         if not handles or is_in_use(root):  # type: ignore[arg-type]
-            return  # in full_params FSDP2's hooks do nothing, so this is no first forward
+            return  # in full_params FSDP2's hooks do nothing, so this is not the first forward
         meta = [fqn for fqn, param in root.named_parameters() if param.is_meta]
         if meta:  # torch's own error would leave the root half made
             raise ShardkitError(

@@ -37,6 +37,13 @@ def inputs(seed):
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
 
 
+def assert_norm_of_two_batches(plain, model):
+    for seed in (0, 1):
+        plain(inputs(seed)).sum().backward()
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(model.clip_grad_norm_(1e9), wanted)
+
+
 def begun_on_meta(module):
     module.to_empty(device=torch.device("cpu"), recurse=False).to(BF16)
 
@@ -164,10 +171,7 @@ def test_scaling_and_showing_what_waits_does_not_drop_it(build):
     with FSDP.summon_full_params(model):
         pass
     model(inputs(1)).sum().backward()
-    for seed in (0, 1):
-        plain(inputs(seed)).sum().backward()
-    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    torch.testing.assert_close(model.clip_grad_norm_(1e9), wanted)
+    assert_norm_of_two_batches(plain, model)
 
 
 @on_ranks(2)
@@ -206,10 +210,7 @@ def test_no_sync_inside_no_sync_and_of_an_inner_wrapper():
         model(inputs(0)).sum().backward()
         assert not any(param.grad.any() for param in model.parameters())
     model(inputs(1)).sum().backward()
-    for seed in (0, 1):
-        plain(inputs(seed)).sum().backward()
-    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    torch.testing.assert_close(model.clip_grad_norm_(1e9), wanted)
+    assert_norm_of_two_batches(plain, model)
 
 
 @on_ranks(2)
