@@ -113,6 +113,8 @@ def _small_shared(tree: ModelTree) -> set[str]:
     rotary embedding. These may call a method of it, for which no unit of its own would unshard.
     """
     small: set[str] = set()
+    if not tree.shares_modules:
+        return small
     for shared in tree.nodes:
         if len(shared.parents) < 2:
             continue

@@ -27,6 +27,7 @@ ROOT_SHARE = 0.1  # the root keeps no more of the model than that in small layer
 STAGE_SHARE = 0.7  # a block with so much of itself in inner blocks is a stage, and they are units
 # A stage of more blocks, of less elements on average, is one unit, as of DenseNet.
 MANY_BLOCKS, FEW_NUMEL = 8, 250_000
+_NUMBER = re.compile(r"\d")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -38,7 +39,7 @@ def default_units(tree: ModelTree) -> list[Selection]:
         in_blocks.update(tree.subtree(block))
     in_lists = set(in_blocks)  # other items of lists need not be called
     for node in tree.nodes:
-        if isinstance(node.module, nn.ModuleList) and node not in in_lists:
+        if node not in in_lists and isinstance(node.module, nn.ModuleList):
             in_lists.update(tree.subtree(node)[1:])
     outside = [node for node in tree.nodes if node not in in_lists and is_called(node)]
 
@@ -145,11 +146,12 @@ def _list_items(tree: ModelTree) -> set[ModuleNode]:
     """
     experts: set[ModuleNode] = set()
     items: set[ModuleNode] = set()
-    for node in tree.nodes:
-        children = tree.children(node)
+    for node, children in tree.with_children():
         if not isinstance(node.module, _CONTAINERS):
+            if not _NUMBER.search(" ".join(node.module._modules)):
+                continue  # most modules
             for child in children:
-                is_numbered = re.search(r"\d", child.fqn.rpartition(".")[2])
+                is_numbered = _NUMBER.search(child.fqn.rpartition(".")[2])
                 if is_numbered and not isinstance(child.module, _CONTAINERS):
                     if _has_matrices(tree, child, 2):
                         items.add(child)

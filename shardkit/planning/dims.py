@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -79,6 +80,7 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     return replace(plan, units=tuple(units), notes=tuple(notes))
 
 
+@cache
 def _best_dim(shape: tuple[int, ...], ranks: int) -> int:
     """Return the first dim whose size the ranks divide; 0 without one."""
     for dim, size in enumerate(shape):

@@ -146,6 +146,10 @@ class ModelTree:
             return spec._replace(tensor_parallel=True, part=_largest_part(param))
         return spec if spec.trainable else spec._replace(element_bytes=_element_bytes(param))
 
+    def with_children(self) -> Iterable[tuple[ModuleNode, list[ModuleNode]]]:
+        """The modules that register others, with these."""
+        return self._children.items()
+
     def children(self, node: ModuleNode) -> list[ModuleNode]:
         """The modules that a module registers, each once."""
         return self._children.get(node, [])
@@ -265,17 +269,17 @@ def assign(
     for node in tree.post_order:
         if not node.params:
             continue
-        unit = min(around[node])
+        own = owned[min(around[node])]
         for fqn in node.params:
             if fqn in skipped or fqn in tied:
                 continue
             places = around[node]
-            if tree.specs[fqn].aliases:
+            if tree.shares_params and tree.specs[fqn].aliases:
                 tied.add(fqn)
                 places = places.union(*[around[owner] for owner in tree.owners(fqn)])
             if len(places) > 1:
                 in_several.append(fqn)
-            owned[unit].append(fqn)
+            own.append(fqn)
     return owned, in_several
 
 
