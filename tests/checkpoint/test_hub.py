@@ -233,7 +233,7 @@ def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
     """Two ranks train, and two are an engine, which gets the hub's names and tensors."""
     rank = dist.get_rank()
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp_shard",))  # which every rank makes
-    page = (Path(__file__).parents[2] / "docs" / "saving-and-loading.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     send, put, put_in_file = [block for block in blocks if "put(bucket" in block]
     names: dict[str, Any] = {"torch": torch, "dist": dist, "named_full_tensors": named_full_tensors}
