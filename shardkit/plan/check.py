@@ -62,8 +62,8 @@ def children_first(plan: PlanData) -> Iterator[str]:
 def _one_trainable_dtype(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
     first_of: dict[torch.dtype, str] = {}
     for spec in plan.specs_of(unit):
-        if spec.trainable:
-            first_of.setdefault(spec.dtype, spec.fqn)
+        if spec.trainable and spec.dtype not in first_of:
+            first_of[spec.dtype] = spec.fqn
     if len(first_of) > 1:
         examples = listing(f"{dtype_name(dtype)}: {fqn}" for dtype, fqn in first_of.items())
         yield (

@@ -80,13 +80,11 @@ class PlanData:
         # experts are split over dim 0; of other dims only the padding would differ
         parts = self.mesh.parts(unit.mesh)
         specs = self.specs_of(unit)
-        for index, spec in enumerate(specs):
-            if parts > 1:
-                rows = -(-spec.shape[0] // parts)
-                specs[index] = spec._replace(shape=(rows, *spec.shape[1:]))
-            else:
-                specs[index] = spec.local
-        return specs
+        if parts == 1:
+            return [spec.local if spec.part else spec for spec in specs]
+        return [
+            spec._replace(shape=(-(-spec.shape[0] // parts), *spec.shape[1:])) for spec in specs
+        ]
 
     def held_bytes(self) -> int:
         """The bytes of the parameters that the fullest rank holds, those that every rank holds in

@@ -42,7 +42,7 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
             continue
         ranks = plan.mesh_of(unit).shard_size
         for spec in plan.split_specs(unit):
-            if spec.fqn not in keep and _best_dim(spec.shape, ranks) > 0:
+            if _best_dim(spec.shape, ranks) > 0 and spec.fqn not in keep:
                 kind = (spec.shape, spec.dtype, ranks)
                 alike[kind].append(spec.fqn)
                 saving[kind] += spec.nbytes_of(spec.shard_numel(ranks)) - spec.nbytes // ranks
