@@ -1,7 +1,6 @@
-"""The table of docs/parallelism.md: one hash of all initial values, whatever the parallelism.
+"""What docs/parallelism.md says of initial values: one hash of all, whatever the parallelism.
 
-A minute: ``PYTHONPATH=. python benchmarks/sweeps/initial_bits.py``; ``--write`` writes it into the
-page.
+A minute: ``PYTHONPATH=. python benchmarks/sweeps/initial_bits.py`` prints a table.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +19,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardkit import by_class, init_on_meta, materialize, shard_model
 from shardkit.testing import RankPool
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
-BEGIN = "<!-- written by benchmarks/sweeps/initial_bits.py --write -->\n\n"
-END = "\n<!-- end -->"
 BLOCKS = 4
 # Of each layout the axes of its mesh, and the sizes to try.
 LAYOUTS: dict[str, tuple[tuple[str, ...], list[tuple[int, ...]]]] = {
@@ -137,8 +131,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    text = table()
-    print(text)
-    if "--write" in sys.argv and END in PAGE.read_text():
-        before, _, after = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + text + END + after.partition(END)[2])
+    print(table())

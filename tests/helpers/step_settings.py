@@ -1,13 +1,12 @@
 """Every combination of what changes a step: checkpointing, compile, precision, offload, HSDP,
 accumulation.
 
-``benchmarks/sweeps/step_settings_table.py`` trains NET in all of them, and writes the table into
-docs/the-plan.md. CI takes ``pairs()``, where any two meet.
+``benchmarks/sweeps/step_settings_table.py`` trains NET in all of them. CI takes ``pairs()``, where
+any two meet.
 """
 
 import functools
 import itertools
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,9 +19,6 @@ from zoo_entry import Entry, floats
 
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardkitError
 
-PAGE = Path(__file__).parents[2] / "docs" / "the-plan.md"
-BEGIN = "<!-- written by benchmarks/sweeps/step_settings_table.py --write -->\n\n"
-END = "\n<!-- end -->"
 CHECKPOINTING = {"False": False, "True": True, '"selective"': "selective"}
 COMPILE = {"False": False, "True": True}
 PRECISION = {"float32": {}, "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}}
@@ -32,7 +28,6 @@ MICRO_BATCHES = {"1": 1, "2": 2}
 FACTORS: list[dict[str, Any]] = [CHECKPOINTING, COMPILE, PRECISION, MESH, OFFLOAD, MICRO_BATCHES]
 Cell = tuple[str, ...]
 CELLS: list[Cell] = list(itertools.product(*FACTORS))
-TOGETHER = len(OFFLOAD) * len(MICRO_BATCHES)  # cells that the table shows in one place
 
 
 class Block(nn.Module):
@@ -130,14 +125,3 @@ def _seen(cell: Cell, entry: str | Entry) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "exact" if bool(counters["stats"]["unique_graphs"]) == compiles else "not compiled"
-
-
-def on_page() -> dict[Cell, str]:
-    """What the table in the docs says of each cell."""
-    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
-    outcomes = []
-    for line in lines[2:]:
-        for text in line.strip("| ").split(" | ")[2:]:
-            words = text.split(" / ")
-            outcomes += words * (TOGETHER // len(words))
-    return dict(zip(CELLS, outcomes, strict=True))

@@ -135,6 +135,14 @@ def test_the_first_program_of_a_page_runs_on_two_ranks(page):
     exec(first.code, {})
 
 
+@distributed(world_size=2)
+@pytest.mark.parametrize("page", ["tutorial", "data-and-logging", "evaluating", "two-models"])
+def test_a_page_runs_whole_on_two_ranks(page, tmp_path):
+    torch.manual_seed(dist.get_rank())
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    run_page(text.replace('"runs/', f'"{tmp_path}/'), page)
+
+
 FILES = [
     pytest.param(FILE.match(block.code)[1], block.code, id=f"{page.name}:{block.line}")
     for page in PAGES
