@@ -10,13 +10,14 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^]]*)\]\((?P<target>(?!\w+:|#)[^)
 
 
 def repository(pyproject: str) -> str:
-    """Return the URL under ``[project.urls]``, or an empty string. A regular expression: Python
-    3.10 has no tomllib.
+    """Return the URL under ``[project.urls]``, or an empty string while it has a placeholder.
+
+    A regular expression: Python 3.10 has no tomllib.
     """
     found = re.search(
         r'^\[project\.urls\]\n(?:.+\n)*?Repository = "([^"]+)"', pyproject, re.MULTILINE
     )
-    return found[1].rstrip("/") if found else ""
+    return found[1].rstrip("/") if found and "OWNER" not in found[1] else ""
 
 
 def portable(readme: str, url: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardkitError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def script() -> int:
+    """Run ``main`` for the console script ``shardkit``.
+
+    A script's import path begins with its own directory. ``python -m shardkit`` finds the models of
+    the working directory, so ``shardkit`` does too.
+    """
+    sys.path.insert(0, os.getcwd())
+    return main()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 import json
 import re
+import sys
 
 import pytest
 
-from shardkit.__main__ import main
+from shardkit.__main__ import main, script
 
 TINY = {
     "model_type": "llama",
@@ -42,6 +43,15 @@ def test_the_plan_of_a_factory_without_a_batch(capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("ShardingPlan: ")
     assert "pass --batch" in shown
+
+
+def test_the_console_script_finds_a_factory_in_the_working_directory(tmp_path, capsys, monkeypatch):
+    (tmp_path / "of_this_project.py").write_text("from small_models import Decoder\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["shardkit", "plan", "of_this_project:Decoder"])
+    assert script() == 0
+    assert capsys.readouterr().out.startswith("ShardingPlan: ")
 
 
 def test_every_strategy_without_a_budget(capsys):
