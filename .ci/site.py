@@ -11,7 +11,11 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+OUTSIDE = {
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
+}
 # the README is for who reads the repository; the site has its own front
 PAGES = {**OUTSIDE, "index.md": "README.md"}
 STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()

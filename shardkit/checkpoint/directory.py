@@ -201,8 +201,8 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     The newest is the one that was completed last, whatever its name. A checkpoint is complete if
     its manifest is undamaged and every file has its size; leftovers of killed saves, unfinished
     saves and other directories are not. One that a killed save was replacing is returned by its
-    own name, under which :func:`load_checkpoint` finds it. Checkpoints of earlier versions count:
-    their load raises, and says how to get the weights.
+    own name, under which :func:`load_checkpoint` finds it. Checkpoints in a format that this
+    version does not read count: their load raises, and says how to get the weights.
 
     Examples:
         >>> path = latest_checkpoint("runs")

@@ -18,8 +18,6 @@ from shardkit.checkpoint import (
 )
 from shardkit.errors import CheckpointError
 
-EARLIER = Path(__file__).parent / "saved_by_a27dd5d"  # a commit of version 1
-
 # --- Manifest -------------------------------------------------------------------------------------
 
 
@@ -177,12 +175,16 @@ def test_a_converted_file_is_on_the_disk_before_it_is_renamed(tmp_path):
     assert fsync.call_count == 2  # the file, and the directory
 
 
-def test_the_latest_may_be_of_an_earlier_version_and_its_load_says_so(tmp_path):
-    shutil.copytree(EARLIER, tmp_path / "step-9")
+def test_the_latest_may_be_of_another_version_and_its_load_says_so(tmp_path):
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "step-9", other)
+    manifest = tmp_path / "step-9" / directory.MANIFEST
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "shardkit_checkpoint": 9}))
     assert latest_checkpoint(tmp_path) == tmp_path / "step-9"
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"has version 1.*model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"has version 9.*model\.safetensors"):
         load_checkpoint(latest_checkpoint(tmp_path), model)
+    load_checkpoint(tmp_path / "step-9" / "model.safetensors", model)
+    assert torch.equal(model.weight, other.weight)
     save_checkpoint(tmp_path / "step-10", model)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-10"
     save_checkpoint(tmp_path / "step-9", model, overwrite=True, keep=1)

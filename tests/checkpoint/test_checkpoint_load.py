@@ -2,8 +2,6 @@
 of others, checksums.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -267,24 +265,3 @@ def test_tied_values_that_differ_in_one_ranks_part_change_nothing_on_any(tmp_pat
     with pytest.raises(CheckpointError, match="one tied tensor"):
         load_checkpoint(tmp_path / "0.pt", model)
     assert torch.equal(model[0].weight.to_local(), before)
-
-
-class Earlier(nn.Module):
-    """What commit a27dd5d saved: tied weights, two dtypes and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.layer = nn.Embedding(7, 3), nn.Linear(3, 5, dtype=torch.bfloat16)
-        self.head = nn.Linear(3, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("count", torch.tensor(0))
-
-
-def test_what_an_earlier_version_saved_is_refused_and_its_weights_load():
-    path, model = Path(__file__).parent / "saved_by_a27dd5d", Earlier()
-    with pytest.raises(CheckpointError, match=r"has version 1.*model\.safetensors"):
-        load_checkpoint(path, model)
-    load_checkpoint(path / "model.safetensors", model, strict=False)
-    for number, param in enumerate(model.parameters(), 1):
-        assert torch.equal(param.flatten(), (number + torch.arange(param.numel()) / 4).to(param))
-    assert model.count == 8

@@ -186,7 +186,7 @@ def test_every_page_is_in_the_navigation_of_the_site_once():
     listed = re.findall(
         r"^ +- (?:\w+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
     )
-    assert sorted(listed) == sorted([*pages, "changelog.md", "contributing.md"])
+    assert sorted(listed) == sorted([*pages, "changelog.md", "contributing.md", "security.md"])
 
 
 def anchors(text: str) -> set[str]:
