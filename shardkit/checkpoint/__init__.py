@@ -11,3 +11,4 @@ from shardkit.checkpoint.pretrained import load_pretrained as load_pretrained
 from shardkit.checkpoint.pretrained import named_full_tensors as named_full_tensors
 from shardkit.checkpoint.pretrained import save_pretrained as save_pretrained
 from shardkit.checkpoint.save import save_checkpoint as save_checkpoint
+from shardkit.checkpoint.stop import stop_requested as stop_requested

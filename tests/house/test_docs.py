@@ -12,6 +12,7 @@ import importlib
 import io
 import itertools
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
@@ -113,7 +114,9 @@ def run_session(block: Block, name: str, namespace: dict[str, object]):
 
 @pytest.fixture
 def no_world_left():
+    handler = signal.getsignal(signal.SIGTERM)
     yield
+    signal.signal(signal.SIGTERM, handler)  # stop_requested replaces it
     if dist.is_initialized():  # shard_model makes a world of one where there is none
         dist.destroy_process_group()
 

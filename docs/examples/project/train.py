@@ -5,7 +5,7 @@ generation.
     torchrun --nproc-per-node 8 train.py config.yaml sharding.strategy=zero2 train.steps=1000
 
 Run the same command again to resume, on any number of ranks: a step has the same sequences on all
-of them.
+of them. SIGTERM to a rank or to torchrun saves after the step, and ends the program.
 """
 
 import json
@@ -34,7 +34,7 @@ from shardkit import (
     shard_model,
     step_on_local_shards,
 )
-from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, stop_requested
 
 
 class Decoder(nn.Module):
@@ -242,7 +242,7 @@ def main(argv=None):
 
         writer = SummaryWriter(out / "tensorboard")
 
-    losses, saving = [], None
+    losses, saving, stopped = [], None, stop_requested()  # from here on SIGTERM waits for a step
     for step in range(first + 1, train["steps"] + 1):
         with profile() if step == config["profile"] else nullcontext() as trace:
             loss, norm = train_step(
@@ -253,8 +253,10 @@ def main(argv=None):
             trace.export_chrome_trace(str(out / f"trace-rank{dist.get_rank()}.json"))
         losses.append(mean_over_ranks(loss))
         measured = {"loss": losses[-1], "norm": norm.item()}
+        stopped = stop_requested()
         if step % train["evaluate_every"] == 0:
             measured["held out"] = evaluate(model, held_out, train["micro_batch"])
+        if step % train["evaluate_every"] == 0 or stopped:
             extra = {"step": step}
             saving = save_checkpoint(
                 out / f"step-{step}", model, optimizer, extra=extra, keep=2, async_=True
@@ -263,8 +265,12 @@ def main(argv=None):
             print(json.dumps({"step": step, **measured}))
         for name, value in measured.items() if writer else ():
             writer.add_scalar(name, value, step)
+        if stopped:
+            break
     if saving:
         saving.wait()
+    if stopped:
+        return losses
     continued = generate(model, "def ", config["generate"])
     if dist.get_rank() == 0:
         print(repr(continued))
