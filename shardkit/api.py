@@ -87,9 +87,10 @@ def plan_model(
             ``generate`` is among them where there is one.
         example_batch: one rank's micro-batch, for a dry run: a mapping of keyword arguments, a
             tuple of positional arguments, or a single argument; only shapes and dtypes are read. A
-            forward on fake tensors finds parameters used while their unit is not unsharded: the
-            default rule leaves such units out, with a note; in your own rules they are an error.
-            Units that are not called get a note.
+            forward on fake tensors, or where that fails on copies of model and batch, finds
+            parameters used while their unit is not unsharded: the default rule leaves such units
+            out, with a note; in your own rules they are an error. Units that are not called get a
+            note.
         memory_budget: bytes of each rank's GPU, as an int or a string such as ``"80GiB"``: the plan
             becomes the cheapest one whose peak fits in nine tenths of it, as chosen by
             :func:`shardkit.memory.plan_for_budget`, which takes more arguments. Rank 0 logs the
@@ -97,7 +98,7 @@ def plan_model(
 
     Raises:
         PlanError: what cannot be sharded as asked; all offenders are listed. With ``example_batch``
-            also a parameter used outside of its unit, or a model that does not run on fake tensors.
+            also a parameter used outside of its unit, or a model that does not run.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))

@@ -32,9 +32,14 @@ def step_of(
     loss: Loss | None = None,
 ) -> Step:
     """Trace a step as ``shardkit.memory.tracing`` does."""
-    meter = FlopMeter()
-    found = trace(model, plan, batch, loss=loss, meter=meter)
-    return Step(found, dict(meter.flops))
+    meters = []
+
+    def new_meter() -> FlopMeter:
+        meters.append(FlopMeter())
+        return meters[-1]
+
+    found = trace(model, plan, batch, loss=loss, new_meter=new_meter)
+    return Step(found, dict(meters[-1].flops))
 
 
 class FlopMeter(IntervalMeter):  # type: ignore[no-untyped-call]

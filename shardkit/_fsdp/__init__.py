@@ -10,7 +10,8 @@ two first. The classes are ``FSDPState``, ``FSDPParamGroup`` (here a unit) and `
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,6 +69,18 @@ def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
     if units:
         require_names(units[0], "FSDPParamGroup", FSDPUnit.__annotations__)
     return units
+
+
+@contextmanager
+def without_init_subclass() -> Iterator[None]:
+    """In this context the classes that ``fully_shard`` makes, of FSDPModule and a module's class,
+    do not call ``__init_subclass__`` of the latter, which may want arguments.
+    """
+    FSDPModule.__init_subclass__ = classmethod(lambda cls: None)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del FSDPModule.__init_subclass__
 
 
 def states_of(modules: Iterable[object]) -> list[Any]:

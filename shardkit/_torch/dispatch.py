@@ -161,6 +161,9 @@ FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 # The number of in-place writes to a tensor or its views, with which autograd checks saved tensors.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
+# Whether autograd takes a tensor for a view of another.
+is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
+
 
 # testing: otherwise each forked rank imports these in its first forward (``torch._dynamo``: 0.5 to
 # 2 s).

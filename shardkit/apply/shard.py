@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from shardkit._fsdp import without_init_subclass
 from shardkit._torch import DataParallelMeshDims, real_tensors
 from shardkit.apply.init_sync import check_same_start, state_facts, states_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
@@ -234,15 +235,16 @@ def _shard_unit(
                 from shardkit.activations import checkpoint_and_compile
 
                 checkpoint_and_compile(module, fqn, unit.checkpoint_activations, unit.compile)
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            **_mesh_options(params.values(), mesh),
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=unit.mp_policy,
-            offload_policy=unit.offload_policy,
-            ignored_params=ignored or None,
-            shard_placement_fn=placements.get if placements else None,
-        )
+        with without_init_subclass():
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                **_mesh_options(params.values(), mesh),
+                reshard_after_forward=unit.reshard_after_forward,
+                mp_policy=unit.mp_policy,
+                offload_policy=unit.offload_policy,
+                ignored_params=ignored or None,
+                shard_placement_fn=placements.get if placements else None,
+            )
     except Exception as error:
         # torch replaces the parameters of a unit one after the other: the first still there failed.
         failed = unit.name

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardkit._torch.dispatch import TorchDispatchMode, has_wrappers, tree_leaves
+from shardkit._torch.dispatch import TorchDispatchMode, has_wrappers, is_view, tree_leaves
 from shardkit.errors import PlanError, listing
 from shardkit.memory.tracing import hook_unit, local_of, on_fake_tensors, tensors_of
 from shardkit.plan import ShardingPlan, ShardUnit
@@ -25,6 +25,7 @@ logger = logging.getLogger("shardkit")
 # Why FSDP2 would train a unit wrongly.
 OUTSIDE = "parameters are used outside of it"
 FILLED = "it writes into lists or dicts of its caller, and FSDP2 passes it copies"
+CHANGED = "its input, or its output that is a view, is changed in place after FSDP2 hooked it"
 FREED = "it frees its inputs until backward restores them, and FSDP2 passes it views"
 
 
@@ -94,8 +95,8 @@ def plan_checked(
 
 
 def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
-    """Run ``model`` on fake tensors, in the dtypes that ``plan`` computes in; PlanError if that
-    fails.
+    """Run ``model`` on fake tensors, or where they do not do on copies of the real ones, in the
+    dtypes that ``plan`` computes in; PlanError if that fails.
     """
     fix = (
         "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) "
@@ -105,7 +106,8 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
     for unit in plan.units:
         unit_of.update(dict.fromkeys(unit.params, unit.name))
     real = dict(model.named_parameters())
-    with on_fake_tensors(model, plan, batch, "example_batch", fix) as (args, kwargs):
+
+    def watch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Uses:
         uses = Uses()
         fakes = dict(model.named_parameters())
         for fqn, unit_name in unit_of.items():
@@ -126,7 +128,9 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
                 module.register_forward_hook(partial(uses.note_call, fqn))
         with uses:
             model(*args, **kwargs)
-    return uses
+        return uses
+
+    return on_fake_tensors(watch, model, plan, batch, "example_batch", fix)
 
 
 def _containers(tree: Any) -> list[Any]:
@@ -155,6 +159,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.filled_by_root: dict[str, None] = {}  # lists and dicts of the batch
         self.owned: dict[int, tuple[str, str]] = {}  # FQN and unit of each parameter, by id
         self.called_last: str | None = None  # the FQN of a layer
+        # tensors that must not change: inputs of units that run, and outputs that are views, by the
+        # id of their storage and by unit
+        self.hooked: dict[int, dict[str, Tensor]] = {}
         self._running: list[str] = []
         self._kept: set[str] = set()
 
@@ -181,6 +188,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor in tensors_of(value):
                     if tensor.requires_grad:
                         tensors.append((key, tensor, tensor.untyped_storage().nbytes()))
+                        self._hook(unit.name, tensor)
             return inputs
 
         def leave(output: Any) -> Any:
@@ -197,6 +205,10 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for key, tensor, size in tensors:
                 if tensor.untyped_storage().nbytes() < size:
                     self._note(FREED, unit.name, key)
+                self.hooked[id(tensor.untyped_storage())].pop(unit.name, None)
+            for tensor in tensors_of(output):
+                if tensor.requires_grad and is_view(tensor):
+                    self._hook(unit.name, tensor)
             containers.clear()
             tensors.clear()
             return output
@@ -206,6 +218,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note_call(self, fqn: str, *_: Any) -> None:
         """Remember which layer is called last."""
         self.called_last = fqn
+
+    def _hook(self, unit: str, tensor: Tensor) -> None:
+        self.hooked.setdefault(id(tensor.untyped_storage()), {})[unit] = tensor
 
     def _note(self, reason: str, unit: str, what: str) -> None:
         self.wrong.setdefault(reason, {}).setdefault(unit, {})[what] = None
@@ -218,16 +233,19 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Record the parameters among an operator's arguments, and run it."""
+        running = self._running[-1] if self._running else "no unit"
         for leaf in tree_leaves((args, kwargs)):
             fqn, unit = self.owned.get(id(leaf), ("", ""))
             if fqn and unit not in self._kept and unit not in self._running:
-                self._note(OUTSIDE, unit, f"{fqn} in {self._running[-1]}")
+                self._note(OUTSIDE, unit, f"{fqn} in {running}")
         # Operators in place, such as aten.copy_.default, also through .data or a view.
         if f"{func}.".split(".")[1].endswith("_"):
             for tensor in tensors_of(args[:1]):
                 storage = id(tensor.untyped_storage())
                 if storage in self.storages:
                     self.written[self.storages[storage]] = None
+                for unit in self.hooked.get(storage, ()):
+                    self._note(CHANGED, unit, f"{func} in {running}")
         if has_wrappers(types):
             return NotImplemented  # called again with what they wrap
         return func(*args, **(kwargs or {}))

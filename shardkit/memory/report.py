@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from shardkit.plan import MeshSpec
 from shardkit.planning.build import build_plan, named_model
 from shardkit.planning.selection import Overrides
 from shardkit.planning.tree import ModelTree
+
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -58,9 +61,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--param-dtype",
-        choices=("bfloat16", "float16", "float32"),
+        choices=_DTYPES,
         default="bfloat16",
         help="dtype of compute and all-gather (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype of parameters, gradients and optimizer state (default: float32 for a "
+        "config.json, the model's own for a factory)",
     )
     parser.add_argument(
         "--optimizer",
@@ -80,6 +89,14 @@ def run(options: argparse.Namespace) -> int:
             "Pass one rank's micro-batch, such as --batch 1x4096."
         )
     model = named_model(options.model)
+    if options.dtype or Path(options.model).exists():
+        # Files of the hub say bfloat16; what trains is loaded in float32.
+        model = model.to(getattr(torch, options.dtype or "float32"))
+    dtypes = {str(param.dtype).removeprefix("torch.") for param in model.parameters()}
+    print(
+        f"parameters in {', '.join(sorted(dtypes))} (--dtype), "
+        f"computed with in {options.param_dtype} (--param-dtype)\n"
+    )
     policy = MixedPrecisionPolicy(getattr(torch, options.param_dtype), torch.float32)
     mesh = MeshSpec.sharded(options.world)
     plan = build_plan(ModelTree(model), mesh, settings=Overrides(mp_policy=policy))

@@ -66,7 +66,7 @@ def estimate(
     group and no GPU.
 
     Sharding and communication are arithmetic on shapes; activations are measured by one forward and
-    backward on fake tensors. Counted are the bytes alive on rank 0, which holds the most, in a
+    backward on fake tensors, or where that fails on copies of model and batch. Counted are the bytes alive on rank 0, which holds the most, in a
     steady step: the second or a later one. Not counted: the allocator's rounding and fragmentation,
     NCCL's workspace, CUDA's context.
 
@@ -85,7 +85,7 @@ def estimate(
             units with ``reshard_after_forward=False`` unsharded.
 
     Raises:
-        PlanError: the model does not run on fake tensors.
+        PlanError: the model does not run.
     """
     step = Step(model, plan, batch, loss, micro_batches)
     return estimates(step, OptimizerBytes.of(optimizer), ranks_per_node)

@@ -15,8 +15,9 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -47,6 +48,7 @@ BACKWARD = "backward"
 AFTER_BACKWARD = "after backward"
 
 Loss: TypeAlias = Callable[[Any], Tensor]
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -77,50 +79,66 @@ def trace(
     batch: Any,
     *,
     loss: Loss | None = None,
-    meter: IntervalMeter | None = None,
+    new_meter: Callable[[], IntervalMeter] | None = None,
 ) -> Trace:
-    """Measure one forward and backward of ``model`` on fake tensors. Local; the model is as before.
+    """Measure one forward and backward of ``model`` on fake tensors, or where they do not do on
+    copies of the real ones. Local; the model is as before.
 
     Model, batch and loss are as for :func:`shardkit.memory.estimate`. The plan's units define the
     intervals, and the dtypes to compute in. The output is dropped before backward, as in
-    ``model(**batch).loss.backward()``. ``meter`` measures; a subclass may count more than bytes.
+    ``model(**batch).loss.backward()``. What ``new_meter`` returns measures; a subclass may count more
+    than bytes.
 
     Raises:
-        PlanError: the model is sharded already, or does not run on fake tensors.
+        PlanError: the model is sharded already, or does not run.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise PlanError(
             "model is sharded already. Activations are measured on the plain model, without "
             "FSDP2's hooks and shards. Build it again on the meta device: init_on_meta()."
         )
+
+    def measure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace:
+        with (new_meter or IntervalMeter)() as meter:
+            return _measure(model, plan, args, kwargs, loss or _default_loss, meter)
+
     fix = "Pass a batch that the model accepts, or loss=... for what forward returns"
-    meter = meter or IntervalMeter()
-    with on_fake_tensors(model, plan, batch, "batch", fix) as (args, kwargs), meter:
-        params = dict(model.named_parameters())
-        inputs = tensors_of((args, kwargs))
-        for tensor in (*params.values(), *model.buffers(), *inputs):
-            meter.ignore(tensor)
-        for fqn, tiles in plan.tiles:
-            module = model.get_submodule(fqn)
-            module.forward = tiled(module, fqn, tiles)
-        watched_units = []
-        for unit in plan.units:
-            modules = [model.get_submodule(fqn) for fqn in unit.modules]
-            own = [params[fqn] for fqn in unit.params]
-            watched_units.append(WatchedUnit(unit, modules, own, meter))
-            if unit.checkpoint_activations:
-                for fqn, module in zip(unit.modules, modules, strict=True):
-                    module.forward = checkpointed(module, fqn, unit.checkpoint_activations)
-        (loss or _default_loss)(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
-        # FSDP2's callback at the end of backward: the root first.
-        for watched in reversed(watched_units):
-            watched.after_backward()
-        meter.close()
-        grad_bytes = {watched.unit.name: watched.grad_bytes for watched in watched_units}
-        # The gradients of units are dropped, so these belong to no unit.
-        others = sum(_nbytes(param.grad) for param in params.values() if param.grad is not None)
-        batch_bytes = sum(map(_nbytes, inputs))
-        return Trace(tuple(meter.intervals), grad_bytes, batch_bytes, others)
+    return on_fake_tensors(measure, model, plan, batch, "batch", fix)
+
+
+def _measure(
+    model: nn.Module,
+    plan: ShardingPlan,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Loss,
+    meter: IntervalMeter,
+) -> Trace:
+    params = dict(model.named_parameters())
+    inputs = tensors_of((args, kwargs))
+    for tensor in (*params.values(), *model.buffers(), *inputs):
+        meter.ignore(tensor)
+    for fqn, tiles in plan.tiles:
+        module = model.get_submodule(fqn)
+        module.forward = tiled(module, fqn, tiles)
+    watched_units = []
+    for unit in plan.units:
+        modules = [model.get_submodule(fqn) for fqn in unit.modules]
+        own = [params[fqn] for fqn in unit.params]
+        watched_units.append(WatchedUnit(unit, modules, own, meter))
+        if unit.checkpoint_activations:
+            for fqn, module in zip(unit.modules, modules, strict=True):
+                module.forward = checkpointed(module, fqn, unit.checkpoint_activations)
+    loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+    # FSDP2's callback at the end of backward: the root first.
+    for watched in reversed(watched_units):
+        watched.after_backward()
+    meter.close()
+    grad_bytes = {watched.unit.name: watched.grad_bytes for watched in watched_units}
+    # The gradients of units are dropped, so these belong to no unit.
+    others = sum(_nbytes(param.grad) for param in params.values() if param.grad is not None)
+    batch_bytes = sum(map(_nbytes, inputs))
+    return Trace(tuple(meter.intervals), grad_bytes, batch_bytes, others)
 
 
 def _default_loss(output: Any) -> Tensor:
@@ -334,20 +352,73 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(cast, tree)
 
 
-# The model on fake tensors.
+# The model on fake tensors, or on copies of its tensors.
+
+
+def on_fake_tensors(
+    run: Callable[[tuple[Any, ...], Mapping[str, Any]], ResultT],
+    model: nn.Module,
+    plan: ShardingPlan,
+    batch: Any,
+    name: str,
+    fix: str,
+) -> ResultT:
+    """Return ``run(args, kwargs)`` with fake tensors in the model and in the arguments of its
+    forward.
+
+    Where that fails, as for a forward that reads values, and model and batch have values, it runs
+    on copies of them, on the model's device. If that fails too, the first error becomes a PlanError
+    about the batch, by its name.
+    """
+    device = "cpu"
+    for param in model.parameters():
+        if isinstance(param, DTensor):  # tensor parallelism moves what it computes with there
+            device = param.device_mesh.device_type
+    try:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with _stand_ins(model, plan, batch, mode, partial(_faked, device)) as arguments:
+            return run(*arguments)
+    except Exception as error:
+        cause = error
+        problem = f"{name} fails in the model on fake tensors: {_told(error)}."
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+    if not any(tensor.is_meta or isinstance(tensor, _NOT_COPIED) for tensor in tensors):
+        first = next(model.parameters())
+        devices = [first.device] if first.is_cuda else []
+        copied = partial(_copied, first.device)
+        try:
+            with (
+                torch.random.fork_rng(devices),
+                _stand_ins(model, plan, batch, nullcontext(), copied) as arguments,
+            ):
+                return run(*arguments)
+        except Exception as error:
+            problem += f" On copies of the real ones: {_told(error)}."
+    raise PlanError(
+        f"{problem} The model runs once on tensors that have shapes but no values, and where that "
+        f"fails on copies of model and batch, unless they are on meta. {fix}."
+    ) from cause
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('. ')}"
 
 
 @contextmanager
-def on_fake_tensors(
-    model: nn.Module, plan: ShardingPlan, batch: Any, name: str, fix: str
+def _stand_ins(
+    model: nn.Module,
+    plan: ShardingPlan,
+    batch: Any,
+    mode: AbstractContextManager[Any],
+    stand_in: Callable[..., Any],
 ) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
-    """Run the body with fake tensors in the model; yield the arguments of its forward, fake too.
+    """Run the body with other tensors in the model; yield the arguments of its forward, of such
+    too.
 
     Parameters have the dtype that their unit computes in, as FSDP2 unshards them. Afterwards the
     attributes of all modules, those of the objects that they hold, and the content of lists, dicts
     and sets in them are as before: the model keeps its hooks, caches, counters and gradients. What
-    forward writes elsewhere, as in globals, stays. An error of the body becomes a PlanError about
-    the batch, by its name.
+    forward writes elsewhere, as in globals, stays.
     """
     args: Any = ()
     kwargs: Mapping[str, Any] = {}
@@ -358,26 +429,14 @@ def on_fake_tensors(
     else:
         args = (batch,)
     before = _attributes_of(model)
-    device = "cpu"
-    for param in model.parameters():
-        if isinstance(param, DTensor):  # tensor parallelism moves what it computes with there
-            device = param.device_mesh.device_type
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), torch.enable_grad(), real_tensors():
         try:
-            with mode:
-                _put_fakes(model, plan, device)
             with mode, same_dropout_on_shards(), _without_packing(batch):
+                _put(model, plan, stand_in)
                 yield (
-                    tuple(_faked(value, device) for value in args),
-                    {key: _faked(value, device) for key, value in kwargs.items()},
+                    tuple(stand_in(value) for value in args),
+                    {key: stand_in(value) for key, value in kwargs.items()},
                 )
-        except Exception as error:
-            raise PlanError(
-                f"{name} fails in the model on fake tensors: {type(error).__name__}: "
-                f"{str(error).rstrip('. ')}. The model runs once on tensors that have shapes but "
-                f"no values. {fix}."
-            ) from error
         finally:
             for container, content in reversed(before):
                 container.clear()
@@ -387,6 +446,7 @@ def on_fake_tensors(
                     container.update(content)
 
 
+_NOT_COPIED = (DTensor, FakeTensor)  # a forward of DTensors communicates
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque, tuple)
 
 
@@ -411,19 +471,19 @@ def _attributes_of(model: nn.Module) -> list[tuple[Any, Any]]:
     return copies
 
 
-def _put_fakes(model: nn.Module, plan: ShardingPlan, device: str) -> None:
+def _put(model: nn.Module, plan: ShardingPlan, stand_in: Callable[..., Any]) -> None:
     dtypes: dict[str, torch.dtype | None] = {}
     for unit in plan.units:
         dtypes.update(dict.fromkeys(unit.params, unit.mp_policy.param_dtype))
     fakes: dict[Tensor, Tensor] = {}
     for fqn, param in model.named_parameters():
-        fakes[param] = nn.Parameter(_faked(param, device, dtypes.get(fqn)), param.requires_grad)
+        fakes[param] = nn.Parameter(stand_in(param, dtypes.get(fqn)), param.requires_grad)
     for module in model.modules():
         registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
         for tensors in registries:
             for name, value in tensors.items():
                 if isinstance(value, Tensor):
-                    tensors[name] = fakes.setdefault(value, _faked(value, device))
+                    tensors[name] = fakes.setdefault(value, stand_in(value))
         config = getattr(getattr(module, "config", None), "__dict__", {})  # which may be frozen
         if "use_cache" in config:
             # transformers fills no cache in training, and checkpointed blocks must not.
@@ -446,11 +506,17 @@ def _without_packing(batch: Any) -> AbstractContextManager[Any]:
     return patch.object(masks, "find_packed_sequence_indices", find_in_real)
 
 
-def _faked(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
+def _copied(device: torch.device, value: Any, dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device, dtype, copy=True).requires_grad_(value.requires_grad)
+
+
+def _faked(device: str, value: Any, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor):
-        fake: Tensor = as_sharded(_faked(local_tensor(value), device, dtype), value)
+        fake: Tensor = as_sharded(_faked(device, local_tensor(value), dtype), value)
     else:
         fake = torch.empty(value.shape, dtype=dtype or value.dtype, device=device)
     return fake.requires_grad_(value.requires_grad)

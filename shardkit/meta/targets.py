@@ -131,7 +131,8 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
                 target.slots.append((module, name))
     for reference in references(model):
         tensor = reference.tensor
-        if is_plain_meta(tensor):
+        # An RNN updates its _flat_weights in forward, and with weight_norm they are old parameters.
+        if is_plain_meta(tensor) and "_flat_weights[" not in reference.name:
             target = targets.setdefault(id(tensor), Target(tensor))
             target.places.append(reference.put)
             if not target.fqns:

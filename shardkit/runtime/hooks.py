@@ -9,6 +9,7 @@ with ``create_graph=True`` ends in SIGSEGV.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from types import MethodType
@@ -31,6 +32,16 @@ from shardkit.runtime.stepping import check_awake
 
 _Hook = Callable[..., None]
 double_backwards: list[nn.Module] = []  # models that run in the context ``double_backward``
+
+# what to do about errors of torch in a forward, by a part of their text
+_FIXES = {
+    "got mixed torch.Tensor and DTensor": "A parameter is used outside of its unit's forward: pass "
+    "example_batch= to shard_model, which leaves such units out, or units=[], one unit.",
+    "RegisterPostBackwardFunction is a view": "A unit changes its input in place: use "
+    "inplace=False, or pass example_batch= to shard_model, which leaves such units out.",
+    "out of bounds for storage of size 0": "If forward calls torch.autograd.grad, run the step "
+    "inside `with shardkit.double_backward(model):`, or pass units=[] to shard_model.",
+}
 
 
 def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
@@ -56,6 +67,10 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
 
     @not_compiled
     def after_forward(module: nn.Module, args: object, kwargs: object, output: Any) -> None:
+        error = sys.exc_info()[1]
+        if output is None and error is not None:  # forward failed
+            _explain(error)
+            return
         if torch.is_grad_enabled():
             flags: list[tuple[bool, bool]] = []
             for unit in units:
@@ -81,7 +96,7 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
         else:
             reshard(root)
 
-    root.register_forward_hook(after_forward, with_kwargs=True)
+    root.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
     for name in methods:
         _register(root, name, begin, after_forward, reshard_at_end)
 
@@ -92,6 +107,13 @@ def reshard(model: nn.Module) -> None:
     keep_requires_grad(units)
     for unit in units:
         unit.reshard()
+
+
+def _explain(error: BaseException) -> None:
+    """Add what to do to the text of an error of torch in a forward."""
+    for text, fix in _FIXES.items():
+        if text in str(error) and fix not in str(error):
+            error.args = (f"{str(error).rstrip('!. ')}. {fix}",)
 
 
 def _begin_as_root(root: nn.Module) -> _Hook:
@@ -155,6 +177,9 @@ def _register(
             output = unsharding(*args, **kwargs)
             after_forward(self, args, kwargs, output)
             return output
+        except RuntimeError as error:
+            _explain(error)
+            raise
         finally:
             # Only after the outermost one: the others are followed by more of its work.
             if reshard_at_end.pop() and not reshard_at_end:

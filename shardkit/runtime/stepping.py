@@ -181,8 +181,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{name}.step() was called while {len(waiting)} gradients wait to be reduced: "
             f"{listing(sorted(waiting), 6)}. Only a backward with gradient sync through the whole "
             "unit reduces them, not those under accumulate(last=False), nor of one module of a "
-            "unit of several. Run the last micro-batch with accumulate(model, last=True), or drop "
-            "them with shardkit.zero_grad(model)."
+            "unit of several, nor where FSDP2 sees no tensor in what forward returns, such as a "
+            "distribution. Run the last micro-batch with accumulate(model, last=True), return "
+            "tensors from forward, or drop them with shardkit.zero_grad(model)."
         )
     if step.unsharded:
         keep_requires_grad(step.unsharded)

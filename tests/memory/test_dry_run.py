@@ -259,6 +259,37 @@ def test_blocks_that_free_their_inputs_are_left_out():
         plan_model(model, mesh=TWO, units="[12]", example_batch=x)
 
 
+class InPlace(Block):
+    """Changes its input in place, or returns a view, which the model changes in place."""
+
+    changed = ""
+
+    def forward(self, x):
+        x = super().forward(x.tanh_() if self.changed == "input" else x)
+        return x.view(x.shape) if self.changed == "output" else x
+
+
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(InPlace() for _ in range(4))
+        self.layers[1].changed, self.layers[2].changed = "input", "output"
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if layer.changed == "output":
+                x.mul_(2)
+        return x
+
+
+def test_blocks_whose_input_or_output_is_changed_in_place_are_left_out():
+    plan = plan_model(Changing(), mesh=TWO, example_batch=torch.randn(2, 8))
+    assert units(plan) == ["layers.0", "layers.3", "(root)"]
+    assert plan.notes[-1].startswith("layers.1, layers.2: not a unit, because its input, or its")
+
+
 def test_lists_that_a_unit_reads_are_not_noted():
     class Reading(FillingBlock):
         def forward(self, x: Tensor, cache: Any) -> Tensor:
@@ -290,10 +321,12 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error():
     with pytest.raises(
         PlanError, match=r"example_batch fails in the model on fake tensors: DataDep[^$]*units=\[\]"
     ):
-        plan_model(Values(), mesh=TWO, example_batch=torch.randn(2, 8))
+        plan_model(Values().to("meta"), mesh=TWO, example_batch=torch.randn(2, 8))
+    with pytest.raises(PlanError, match="On copies of the real ones: RuntimeError: "):
+        plan_model(Values(), mesh=TWO, example_batch=torch.randn(2, 7))
 
 
-@pytest.mark.parametrize("build", [hidden, filling])
+@pytest.mark.parametrize("build", [hidden, filling, Changing])
 @on_ranks(2)
 def test_what_is_left_out_trains_as_the_plain_model_does(build: Callable[[], nn.Module]):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))

@@ -1,5 +1,6 @@
 """Predicted bytes are those that torch's own FSDP2 holds, counted in a fake world."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -215,12 +216,18 @@ def test_predicted_is_counted_in_the_zoo(name: str):
     assert counted == pytest.approx(expected, rel=0.01)
 
 
-def test_what_needs_values_is_refused():
+def test_what_reads_values_is_measured_on_copies():
     entry = ZOO["moe"]
-    model = entry.build()
-    plan = plan_model(model, mesh=MeshSpec.sharded(4))
+    model, batch = nn.Sequential(nn.BatchNorm1d(5), entry.build()), tuple(entry.batch(0).values())
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    plan = plan_model(model, mesh=MeshSpec.sharded(4), example_batch=batch)
+    expected = predicted_peak(model, plan, batch)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    counted = counted_peak(model, plan, lambda m: mean(m(*batch)).backward())
+    assert counted == pytest.approx(expected, rel=0.01)
     with pytest.raises(PlanError, match="batch fails in the model on fake tensors"):
-        trace(model, plan, entry.batch(0), loss=mean)
+        trace(model.to("meta"), plan, batch, loss=mean)
 
 
 @pytest.mark.parametrize("policy", [True, "selective"])

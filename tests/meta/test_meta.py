@@ -23,6 +23,7 @@ from meta_check import (
 from meta_constructions import FILLS, Holder, own
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrizations import weight_norm
 
 from shardkit.errors import ShardkitError
 from shardkit.meta import init_on_meta, materialize
@@ -41,6 +42,10 @@ def world(request):
 @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
 def test_same_as_ordinary_construction(fill):
     check_same_as_ordinary(lambda: Holder(fill))
+
+
+def test_an_lstm_with_weight_norm():
+    check_same_as_ordinary(lambda: weight_norm(nn.LSTM(4, 4), "weight_hh_l0"))
 
 
 def test_real_tensors_from_outside():

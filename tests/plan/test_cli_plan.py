@@ -17,6 +17,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 101,
+    "torch_dtype": "bfloat16",
 }
 
 
@@ -32,16 +33,18 @@ def test_what_fits_and_what_it_costs(config, capsys):
     assert main(["plan", config, *options]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"peak 8\d\d\.\d KiB, \d+\.\d KiB free\n", shown)
-    assert shown.startswith("fits in 900.0 KiB: ")
+    assert shown.startswith("parameters in float32 (--dtype)")
+    assert "\n\nfits in 900.0 KiB: " in shown
     assert "blocks checkpointed" in shown
     assert "ShardingPlan: " in shown
     assert "kept unsharded (ZeRO-2)" in shown
 
 
 def test_the_plan_of_a_factory_without_a_batch(capsys):
-    assert main(["plan", "small_models:Decoder", "--world", "4"]) == 0
+    assert main(["plan", "small_models:Decoder", "--world", "4", "--dtype", "bfloat16"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("ShardingPlan: ")
+    assert shown.startswith("parameters in bfloat16 (--dtype)")
+    assert "\n\nShardingPlan: " in shown
     assert "pass --batch" in shown
 
 

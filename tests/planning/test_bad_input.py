@@ -12,7 +12,7 @@ from refusals import refused
 from small_models import Block, Decoder
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardkit import (
     MeshSpec,
@@ -265,6 +265,20 @@ def test_parameters_in_the_same_memory():
     beside.first, beside.second = nn.Parameter(flat[0]), nn.Parameter(flat[1])
     with fake_world(2):
         shard_model(beside)
+
+
+class Factorized(nn.Linear):
+    """As tltorch's FactorizedTensor, in every FNO of neuraloperator."""
+
+    def __init_subclass__(cls, name: str): ...
+
+
+class Tucker(Factorized, name="tucker"): ...
+
+
+def test_a_class_that_takes_arguments_for_its_subclasses():
+    with fake_world(2):
+        assert isinstance(shard_model(Tucker(4, 4)).weight, DTensor)
 
 
 def test_a_module_by_two_names():

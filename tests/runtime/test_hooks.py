@@ -413,6 +413,51 @@ def test_a_gradient_penalty(loss):
         )
 
 
+class Potential(Critic):
+    """Its forces are gradients of its energy."""
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
+
+
+class Bypassing(Critic):
+    def forward(self, x):
+        return self.layers[0][0](x)
+
+
+@distributed(world_size=2)
+def test_a_gradient_inside_of_forward():
+    plain, model = pair(Potential)
+    with double_backward(model):
+        model(vectors(0)[0]).square().mean().backward()
+    plain(vectors(0)[0]).square().mean().backward()
+    assert not differences(plain, model)
+
+
+@pytest.mark.parametrize(
+    ("build", "fix"), [(Potential, r"double_backward\(model\)"), (Bypassing, r"example_batch=")]
+)
+@distributed(world_size=2)
+def test_errors_of_torch_in_forward_say_what_to_do(build, fix):
+    _, model = pair(build)
+    with pytest.raises(RuntimeError, match=rf"(mixed|out of bounds).*{fix}.*units=\[\]"):
+        model(vectors(0)[0])
+
+
+class Policy(Critic):
+    def forward(self, x):
+        return torch.distributions.Normal(super().forward(x), 1.0)
+
+
+@distributed(world_size=2)
+def test_a_distribution_as_output_does_not_step_silently():
+    _, model = pair(Policy, units=[])
+    model(vectors(0)[0]).log_prob(torch.zeros(1)).mean().backward()
+    with pytest.raises(ShardkitError, match=r"gradients wait .* such as a distribution"):
+        torch.optim.SGD(model.parameters()).step()
+
+
 def test_settings_come_back():
     with fake_world(4):
         model = shard_model(Critic(), reshard_after_forward=2)
