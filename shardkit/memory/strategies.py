@@ -66,9 +66,9 @@ def estimate(
     group and no GPU.
 
     Sharding and communication are arithmetic on shapes; activations are measured by one forward and
-    backward on fake tensors, or where that fails on copies of model and batch. Counted are the bytes alive on rank 0, which holds the most, in a
-    steady step: the second or a later one. Not counted: the allocator's rounding and fragmentation,
-    NCCL's workspace, CUDA's context.
+    backward on fake tensors, or where that fails on copies of model and batch. Counted are the
+    bytes alive on rank 0, which holds the most, in a steady step: the second or a later one. Not
+    counted: the allocator's rounding and fragmentation, NCCL's workspace, CUDA's context.
 
     Args:
         model: on any device, meta too, in its present train or eval mode.

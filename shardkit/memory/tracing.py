@@ -86,8 +86,8 @@ def trace(
 
     Model, batch and loss are as for :func:`shardkit.memory.estimate`. The plan's units define the
     intervals, and the dtypes to compute in. The output is dropped before backward, as in
-    ``model(**batch).loss.backward()``. What ``new_meter`` returns measures; a subclass may count more
-    than bytes.
+    ``model(**batch).loss.backward()``. What ``new_meter`` returns measures; a subclass of
+    IntervalMeter may count more than bytes.
 
     Raises:
         PlanError: the model is sharded already, or does not run.
@@ -100,45 +100,34 @@ def trace(
 
     def measure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace:
         with (new_meter or IntervalMeter)() as meter:
-            return _measure(model, plan, args, kwargs, loss or _default_loss, meter)
+            params = dict(model.named_parameters())
+            inputs = tensors_of((args, kwargs))
+            for tensor in (*params.values(), *model.buffers(), *inputs):
+                meter.ignore(tensor)
+            for fqn, tiles in plan.tiles:
+                module = model.get_submodule(fqn)
+                module.forward = tiled(module, fqn, tiles)
+            watched_units = []
+            for unit in plan.units:
+                modules = [model.get_submodule(fqn) for fqn in unit.modules]
+                own = [params[fqn] for fqn in unit.params]
+                watched_units.append(WatchedUnit(unit, modules, own, meter))
+                if unit.checkpoint_activations:
+                    for fqn, module in zip(unit.modules, modules, strict=True):
+                        module.forward = checkpointed(module, fqn, unit.checkpoint_activations)
+            (loss or _default_loss)(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+            # FSDP2's callback at the end of backward: the root first.
+            for watched in reversed(watched_units):
+                watched.after_backward()
+            meter.close()
+            grad_bytes = {watched.unit.name: watched.grad_bytes for watched in watched_units}
+            # The gradients of units are dropped, so these belong to no unit.
+            others = sum(_nbytes(param.grad) for param in params.values() if param.grad is not None)
+            batch_bytes = sum(map(_nbytes, inputs))
+            return Trace(tuple(meter.intervals), grad_bytes, batch_bytes, others)
 
     fix = "Pass a batch that the model accepts, or loss=... for what forward returns"
     return on_fake_tensors(measure, model, plan, batch, "batch", fix)
-
-
-def _measure(
-    model: nn.Module,
-    plan: ShardingPlan,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    loss: Loss,
-    meter: IntervalMeter,
-) -> Trace:
-    params = dict(model.named_parameters())
-    inputs = tensors_of((args, kwargs))
-    for tensor in (*params.values(), *model.buffers(), *inputs):
-        meter.ignore(tensor)
-    for fqn, tiles in plan.tiles:
-        module = model.get_submodule(fqn)
-        module.forward = tiled(module, fqn, tiles)
-    watched_units = []
-    for unit in plan.units:
-        modules = [model.get_submodule(fqn) for fqn in unit.modules]
-        own = [params[fqn] for fqn in unit.params]
-        watched_units.append(WatchedUnit(unit, modules, own, meter))
-        if unit.checkpoint_activations:
-            for fqn, module in zip(unit.modules, modules, strict=True):
-                module.forward = checkpointed(module, fqn, unit.checkpoint_activations)
-    loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
-    # FSDP2's callback at the end of backward: the root first.
-    for watched in reversed(watched_units):
-        watched.after_backward()
-    meter.close()
-    grad_bytes = {watched.unit.name: watched.grad_bytes for watched in watched_units}
-    # The gradients of units are dropped, so these belong to no unit.
-    others = sum(_nbytes(param.grad) for param in params.values() if param.grad is not None)
-    batch_bytes = sum(map(_nbytes, inputs))
-    return Trace(tuple(meter.intervals), grad_bytes, batch_bytes, others)
 
 
 def _default_loss(output: Any) -> Tensor:

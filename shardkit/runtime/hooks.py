@@ -28,11 +28,17 @@ from shardkit._fsdp import (
     not_compiled,
 )
 from shardkit.errors import ShardkitError, listing
+from shardkit.ranks import warn_once
 from shardkit.runtime.stepping import check_awake
 
 _Hook = Callable[..., None]
 double_backwards: list[nn.Module] = []  # models that run in the context ``double_backward``
 
+_BACKWARD_INSIDE = (
+    "forward ran a backward, such as torch.autograd.grad, after which FSDP2 frees the unsharded "
+    "parameters. If it was with create_graph=True, the next backward ends in `setStorage ... out of "
+    "bounds`: run the step inside `with shardkit.double_backward(model):`."
+)
 # what to do about errors of torch in a forward, by a part of their text
 _FIXES = {
     "got mixed torch.Tensor and DTensor": "A parameter is used outside of its unit's forward: pass "
@@ -79,6 +85,10 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
             if flags != last_flags:
                 keep_requires_grad(units)
                 last_flags[:] = flags
+            first = units[0]  # the root's, which a forward leaves unsharded unless it reshards
+            if module in first.modules and not first.post_forward_mesh_info and first.is_sharded:
+                if not (double_backwards or is_in_use(module)):  # in use, as in full_params
+                    warn_once(_BACKWARD_INSIDE)
             tensors = [output] if isinstance(output, Tensor) else list(_tensors(output))
             if not double_backwards:
                 for tensor in tensors:
