@@ -2,13 +2,9 @@
 rank, unchanged.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,8 +12,8 @@ import torch
 import torch.distributed as dist
 from meshes import mesh_of
 from small_models import Block, Decoder, snapshot
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -37,24 +33,24 @@ from shardkit._torch import torch_version
 from shardkit.apply import shard as apply
 from shardkit.errors import ShardkitError
 from shardkit.fsdp1 import shard_like_fsdp1
-from shardkit.ranks import Groups, raise_on_all_ranks
+from shardkit.ranks import raise_on_all_ranks
 from shardkit.testing import assert_same_on_all_ranks, distributed, fake_world
 
 
-def raised_by(call: Callable[[], object]) -> str:
+def raised_by(call):
     with pytest.raises(PlanError) as caught:
         call()
     return str(caught.value)
 
 
 @distributed(world_size=4)
-def test_ranks_with_different_plans() -> list[str]:
+def test_ranks_with_different_plans():
     model = Decoder()
     before = snapshot(model)
     reshard = dist.get_rank() != 2
     text = raised_by(lambda: shard_model(model, reshard_after_forward=reshard))
     assert snapshot(model) == before
-    texts: list[str] = [""] * 4
+    texts = [""] * 4
     dist.all_gather_object(texts, text)
     assert texts == [text] * 4
     assert "rank 2 differs from rank 0 in reshard_after_forward of unit " in text
@@ -80,7 +76,7 @@ def test_an_error_on_one_rank_is_raised_by_all():
     assert "model has no parameters to shard" in text
     assert ("- rank 1: PlanError: model has" in text) == (dist.get_rank() != 1)
 
-    def rule(fqn: str, module: nn.Module) -> bool:
+    def rule(fqn, module):
         return {0: fqn == "norm"}[dist.get_rank()]
 
     text = raised_by(lambda: shard_model(Decoder(), units=rule))
@@ -96,20 +92,20 @@ class Whole(torch.Tensor):
     """A tensor class without an operator that splits it, as torchao's int8 weights."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Whole:
+    def __new__(cls, inner):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
-    def __init__(self, inner: Tensor):
+    def __init__(self, inner):
         self.inner = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             raise NotImplementedError(f"Whole: {func}")
         return return_and_correct_aliasing(func, args, kwargs or {}, cls(args[0].inner))
 
 
-def whole() -> nn.Module:
+def whole():
     model = Decoder()
     for layer in model.layers[1:]:
         layer.up.weight = nn.Parameter(Whole(layer.up.weight.detach()), requires_grad=False)
@@ -137,13 +133,13 @@ def test_integers_that_torch_cannot_shard_are_named():
 
 @pytest.mark.parametrize("reshard", [None, 2])
 @distributed(world_size=4, timeout=60)
-def test_a_failure_of_one_rank_is_one_of_all(reshard: int | None):
+def test_a_failure_of_one_rank_is_one_of_all(reshard):
     """For an int fully_shard makes process groups, and the next unit's would wait for a rank that
     failed.
     """
     fully_shard = apply.fully_shard
 
-    def fails(*args: Any, **kwargs: Any):
+    def fails(*args, **kwargs):
         fully_shard(*args, **kwargs)
         if dist.get_rank() == 1:
             raise RuntimeError("out of memory")
@@ -177,7 +173,7 @@ class Odd(nn.Module):
         self.register_buffer("empty", torch.randn(0, 3))
 
 
-def seeded(cls: type[nn.Module], seed: int) -> nn.Module:
+def seeded(cls, seed):
     torch.manual_seed(seed)
     return cls()
 
@@ -240,7 +236,7 @@ def test_what_may_differ_and_what_may_not():
 
 @distributed(world_size=2)
 def test_meta_on_some_ranks_is_left_alone_and_cannot_be_broadcast_to():
-    def build() -> nn.Module:
+    def build():
         if dist.get_rank() == 0:
             return seeded(Decoder, 0)
         with init_on_meta():
@@ -263,25 +259,25 @@ def test_replicas_and_tensor_parallel_ranks():
     for arguments in ({"mesh": MeshSpec.hybrid(2, 2)}, {"mesh": mesh_of((2, 2))}):
         text = raised_by(
             lambda arguments=arguments: shard_model(seeded(Decoder, rank // 2), **arguments)
-        )  # type: ignore[misc]
+        )
         assert text.startswith("embed.weight has different values on rank 2, 3 than on rank 0")
         model = shard_model(seeded(Decoder, rank), sync_module_states=True, **arguments)
         for name, param in seeded(Decoder, 0).named_parameters():
             held = model.get_parameter(name)
-            assert_same_on_all_ranks(held.full_tensor())  # type: ignore[attr-defined]
-            assert torch.equal(held.full_tensor(), param), name  # type: ignore[attr-defined]
+            assert_same_on_all_ranks(held.full_tensor())
+            assert torch.equal(held.full_tensor(), param), name
 
     mesh = mesh_of((2, 2), "dp", "tp")
 
-    def parallel(off: bool) -> nn.Module:
+    def parallel(off):
         model = seeded(Decoder, 0)
-        for layer in model.layers:  # type: ignore[union-attr]
+        for layer in model.layers:
             parallelize_module(
                 layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
             )
         # in its own part alone, so that the ranks of the other part see no difference themselves
         if off:
-            model.layers[1].up.weight.to_local().data += 1  # type: ignore[index, union-attr]
+            model.layers[1].up.weight.to_local().data += 1
         return model
 
     model = parallel(off=False)
@@ -297,10 +293,10 @@ def test_replicas_and_tensor_parallel_ranks():
     assert torch.equal(whole[:8], expected[:8])
 
 
-def parallel_over(mesh: DeviceMesh, seed: int) -> nn.Module:
+def parallel_over(mesh, seed):
     model = seeded(Decoder, seed)
     model.register_buffer("scale", torch.rand(3))
-    for layer in model.layers:  # type: ignore[union-attr]
+    for layer in model.layers:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
@@ -334,7 +330,7 @@ def test_a_model_of_other_tensor_parallel_ranks_is_an_error():
     text = raised_by(lambda: shard_model(model, mesh=mesh["dp"]))
     assert re.search(r"ranks 1, 3 differ from rank 0 in norm.bias \(nothing instead of", text)
 
-    def fails(fqn: str, module: nn.Module) -> bool:
+    def fails(fqn, module):
         if dist.get_rank() == 3:
             raise KeyError(fqn)
         return fqn == "norm"
@@ -359,7 +355,7 @@ def test_one_element_of_what_stays_whole_is_compared_too():
 # An error of one rank is an error of all.
 
 
-def fail_on(failing: int, error: Exception, groups: Groups):
+def fail_on(failing, error, groups):
     with raise_on_all_ranks(groups):
         if not groups or dist.get_rank() == failing:
             raise error
@@ -376,9 +372,9 @@ def test_groups_that_overlap_carry_a_reason_to_every_rank():
 
 @distributed(world_size=4)
 def test_a_rank_that_waits_for_others_says_so():
-    texts: list[str] = []
+    texts = []
     heard = logging.Handler()
-    heard.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    heard.emit = lambda record: texts.append(record.getMessage())
     ranks.logger.addHandler(heard)
     patience, ranks.PATIENCE = ranks.PATIENCE, 0.0
     try:

@@ -62,7 +62,7 @@ def test_few_calls_for_each_parameter():
     calls for each.
     """
 
-    def calls(blocks: int) -> int:
+    def calls(blocks):
         found, library = list[str](), str(pathlib.Path(mesh.__file__).parents[1])
         model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(blocks)))
         sys.setprofile(
@@ -163,7 +163,7 @@ if torch.distributed.get_world_size() == 1:
 """
 
 
-def run_script(tmp_path: pathlib.Path, *launcher: str) -> tuple[list[str], str]:
+def run_script(tmp_path, *launcher):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = forks.python(*launcher, script)
@@ -171,7 +171,7 @@ def run_script(tmp_path: pathlib.Path, *launcher: str) -> tuple[list[str], str]:
     return done.stdout.split(), done.stderr
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group):
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
@@ -192,7 +192,7 @@ def test_groups_that_are_made_have_the_timeout_of_the_process_group():
     assert timeout_of(init_device_mesh("cpu", (2, 2)).get_group(0)) == timedelta(minutes=30)
 
 
-def test_one_script_alone_and_under_torchrun(tmp_path: pathlib.Path):
+def test_one_script_alone_and_under_torchrun(tmp_path):
     alone, said = run_script(tmp_path)
     assert alone[::2] == ["1", "False"], (
         "our group is destroyed before the interpreter takes it down"
@@ -218,7 +218,7 @@ for _ in range(20):
 """
 
 
-def test_a_program_may_end_with_a_collective(tmp_path: pathlib.Path):
+def test_a_program_may_end_with_a_collective(tmp_path):
     """In new interpreters, since a fork ends otherwise: gloo's threads may not free tensors in one
     that is ending.
     """
@@ -241,7 +241,7 @@ def test_fake_tensors_can_be_sharded_and_trained():
 class Devices:
     """Several CUDA devices: which is selected, in place of torch.accelerator's."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, count: int, selected: int = 0):
+    def __init__(self, patch, count, selected=0):
         self.selected, self.is_started = selected, False
         patch.setattr(torch.accelerator, "device_count", lambda: count)
         patch.setattr(torch.accelerator, "current_device_index", self.current)
@@ -251,16 +251,16 @@ class Devices:
         for name in (*mesh._LOCAL_RANKS, "RANK", "WORLD_SIZE"):
             patch.delenv(name, raising=False)
 
-    def current(self) -> int:
+    def current(self):
         """torch starts CUDA here; it does not where it counts devices."""
         self.is_started = True
         return self.selected
 
 
-def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch):
+def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch):
     names = mesh._LOCAL_RANKS
 
-    def selected(count: int, rank: int) -> int:
+    def selected(count, rank):
         devices.selected = 0
         mesh._select_device(rank)
         return devices.selected
@@ -278,14 +278,14 @@ def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("chosen", "expected"), [(0, 3), (2, 2)])
 def test_a_group_of_the_program_gets_its_device_before_the_first_tensor(
-    monkeypatch: pytest.MonkeyPatch, chosen: int, expected: int
+    monkeypatch, chosen, expected
 ):
     """NCCL's ranks on one device are an error; a mesh selects only before tensors are made."""
     with fake_world(8, rank=3):
         devices = Devices(monkeypatch, 8, chosen)
         first = []
 
-        def stop(*args: object):
+        def stop(*args):
             first.append(devices.selected)
             raise PlanError("far enough")
 
@@ -295,7 +295,7 @@ def test_a_group_of_the_program_gets_its_device_before_the_first_tensor(
         assert first == [expected]
 
 
-def test_a_process_alone_keeps_the_device_it_selected(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_alone_keeps_the_device_it_selected(monkeypatch):
     devices = Devices(monkeypatch, 8, 1)
     monkeypatch.setenv("SLURM_LOCALID", "0")
     made = mock.Mock(side_effect=RuntimeError("far enough"))
@@ -318,9 +318,7 @@ def test_a_process_alone_keeps_the_device_it_selected(monkeypatch: pytest.Monkey
         ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
     ],
 )
-def test_a_launcher_without_variables_of_torchrun_is_refused(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], refused: str | None
-):
+def test_a_launcher_without_variables_of_torchrun_is_refused(monkeypatch, variables, refused):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -334,7 +332,7 @@ def test_a_launcher_without_variables_of_torchrun_is_refused(
     assert not torch.distributed.is_initialized()
 
 
-def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPatch):
+def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch):
     with fake_world(2):
         ours = weakref.ref(torch.distributed.group.WORLD)
         with monkeypatch.context() as patch:
@@ -346,7 +344,7 @@ def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPat
         assert torch.distributed.is_initialized(), "a later group, which somebody else made"
 
 
-def test_ignored_parameters_that_train_are_said_to(caplog: pytest.LogCaptureFixture):
+def test_ignored_parameters_that_train_are_said_to(caplog):
     ranks._warned.clear()
     with fake_world(2):
         shard_model(Decoder(), ignored_params=["head.weight"])

@@ -2,7 +2,6 @@
 
 import copy
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -40,13 +39,13 @@ class Blocks(nn.Module):
         self.layers = nn.ModuleList(Changing() for _ in range(2))
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+    def forward(self, x, twice=False):
         for layer in self.layers:
             x = layer(layer(x)) if twice else layer(x)
         return self.head(x).clone()
 
 
-def trained(model: nn.Module) -> list[Tensor]:
+def trained(model):
     """Losses and buffers over steps that call blocks once, twice, and keep the graph for a second
     backward.
     """
@@ -79,14 +78,14 @@ def test_what_forward_changes_is_changed_once():
 class Counts(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.ops: Counter[str] = Counter()
+        self.ops = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops[func.name().split("::")[1]] += 1
         return func(*args, **(kwargs or {}))
 
 
-def never_save(context: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def never_save(context, op, *args, **kwargs):
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -163,7 +162,7 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("by_its_code", [False, True])
 @distributed(world_size=2)
-def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code: bool):
+def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code):
     grads = []
     for policy in (False, "selective"):
         torch.manual_seed(0)
@@ -176,7 +175,7 @@ def test_dropout_after_attention_with_dropout_is_the_same_again(by_its_code: boo
 
 
 @pytest.mark.parametrize("policy", ["some", 2, lambda *args: True])
-def test_a_policy_without_a_name_is_refused(policy: object):
+def test_a_policy_without_a_name_is_refused(policy):
     with pytest.raises(
         PlanError, match=r'checkpoint_activations must be True, False, "selective" or a policy, got'
     ):

@@ -42,13 +42,13 @@ OPTIONS = [
 ]
 
 
-def micro_steps(model: nn.Module, micro_batches: int, **options: object):
+def micro_steps(model, micro_batches, **options):
     for i in range(micro_batches):
         with accumulate(model, last=i == micro_batches - 1, **options):
             model(torch.zeros(2, 5, dtype=torch.long)).square().mean().backward()
 
 
-def count(model: nn.Module, micro_batches: int = 2, **arguments: object):
+def count(model, micro_batches=2, **arguments):
     """Every option on one model, one after the other, so that each shows that the one before left
     nothing behind.
     """
@@ -68,12 +68,12 @@ def count(model: nn.Module, micro_batches: int = 2, **arguments: object):
 
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(("mesh", "reshard"), list(itertools.product(MESHES, RESHARDS)))
-def test_rules_meshes_and_resharding(rules: str, mesh: MeshSpec, reshard: bool | None):
+def test_rules_meshes_and_resharding(rules, mesh, reshard):
     count(Decoder(), units=RULES[rules], mesh=mesh, reshard_after_forward=reshard)
 
 
 @pytest.mark.parametrize("reshard", [2, 4])
-def test_resharding_to_fewer_ranks(reshard: int):
+def test_resharding_to_fewer_ranks(reshard):
     count(Decoder(), micro_batches=3, mesh=MeshSpec.sharded(8), reshard_after_forward=reshard)
 
 
@@ -81,7 +81,7 @@ def test_resharding_to_fewer_ranks(reshard: int):
 @pytest.mark.parametrize(
     "frozen", [("embed", "layers.0", "layers.1"), ("embed",), ("layers.2", "head")]
 )
-def test_frozen_layers_at_the_start_and_the_end(frozen: tuple[str, ...], prefetch: int):
+def test_frozen_layers_at_the_start_and_the_end(frozen, prefetch):
     model = Decoder()
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
@@ -106,14 +106,14 @@ def test_nothing_trains():
     assert plan.collectives().all_gathers == len([unit for unit in plan.units if unit.params])
 
 
-def by_hand(model: Decoder) -> nn.Module:
+def by_hand(model):
     for layer in model.layers:
         fully_shard(layer)
     return fully_shard(model)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_root_left_to_torch(options: dict[str, bool]):
+def test_a_root_left_to_torch(options):
     """torch decides at the first forward that a root does not reshard; until then it looks as if it
     did.
     """

@@ -23,18 +23,18 @@ CASES = [
 ]
 
 
-def build() -> nn.Module:
+def build():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def policy(computed: str, reduced: str) -> MixedPrecisionPolicy:
+def policy(computed, reduced):
     return MixedPrecisionPolicy(param_dtype=COMPUTED[computed], reduce_dtype=REDUCED[reduced])
 
 
 @pytest.mark.parametrize(("computed", "reduced"), CASES)
 @distributed(world_size=2)
-def test_gradients(computed: str, reduced: str):
+def test_gradients(computed, reduced):
     dtype, sums = COMPUTED[computed] or torch.float32, REDUCED[reduced] or torch.float32
     plain, model = build(), build()
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))

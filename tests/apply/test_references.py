@@ -4,7 +4,6 @@ survive sharding, or are refused.
 
 import collections
 import weakref
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -27,15 +26,15 @@ class Pair(NamedTuple):
 class Irreps(tuple):
     """A tuple that cannot be asked for its length, as e3nn's, which all of its modules hold."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         raise NotImplementedError
 
 
-def closure(weight: Tensor) -> Callable[[], Tensor]:
+def closure(weight):
     return lambda: weight
 
 
-FORMS: dict[str, Callable[[Tensor], object]] = {
+FORMS = {
     "list": lambda weight: [weight],
     "closure": closure,
     "dict": lambda weight: collections.OrderedDict(a=weight),
@@ -45,7 +44,7 @@ FORMS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_held_parameter_is_refused(form: str):
+def test_a_held_parameter_is_refused(form):
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6))
     model.held, model.irreps = FORMS[form](model[1].weight), Irreps([2, 1])
     with fake_world(2), refused(model, "shares the memory of the parameter 1.weight", "clone it"):
@@ -66,7 +65,7 @@ def test_what_is_larger_or_deeper_is_not_searched():
 
 
 @pytest.mark.parametrize("place", ["flat[0]", "copy"])
-def test_a_held_view_of_a_parameter_is_refused(place: str):
+def test_a_held_view_of_a_parameter_is_refused(place):
     model = nn.Linear(5, 6)
     if place == "copy":
         model.register_buffer("copy", model.weight.detach())
@@ -104,17 +103,17 @@ class Marked(nn.Module):
     def forward(self, x):
         return x @ self.weight * getattr(self.weight, "gain", 1.0)
 
-    def forward_again(self, x: Tensor) -> Tensor:
+    def forward_again(self, x):
         return Marked.forward(self, x)
 
 
-def marked() -> nn.Module:
+def marked():
     return nn.Sequential(Marked())
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
 @distributed(world_size=2)
-def test_attributes(on_meta: bool):
+def test_attributes(on_meta):
     model = sharded(marked, on_meta)
     assert [
         name
@@ -157,10 +156,10 @@ def test_what_torch_keeps_there_stays():
 
 @pytest.mark.parametrize("on_meta", [False, True])
 @distributed(world_size=2)
-def test_post_accumulate_hooks_see_the_reduced_gradient(on_meta: bool):
+def test_post_accumulate_hooks_see_the_reduced_gradient(on_meta):
     seen, handles = [], []
 
-    def build() -> nn.Module:
+    def build():
         model = Decoder()
         handles.append(
             model.head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param))

@@ -5,7 +5,6 @@ what is refused.
 import copy
 import dataclasses
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from small_moe import MoE
 from split_training import difference
-from torch import Tensor, nn
+from torch import nn
 
 from shardkit import (
     MeshSpec,
@@ -33,14 +32,12 @@ TILES = {"**.mlp": 4}
 
 
 class Mlp(nn.Module):
-    def __init__(self, dropout: float = 0.0):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(6, 20), nn.Linear(6, 20), nn.Linear(20, 6)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: Tensor, scale: Tensor | None = None, residual: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x, scale=None, residual=None):
         # view: tiles must be contiguous
         y = F.silu(self.gate(x.view(-1, 6))) * self.up(x.view(-1, 6))
         y = self.down(self.dropout(y)).view(x.shape)
@@ -49,7 +46,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.norm, self.mix, self.mlp = nn.LayerNorm(6), nn.Linear(6, 6), Mlp(dropout)
         self.post = nn.LayerNorm(6)  # as in Gemma 2, whose backward needs what the tiles return
@@ -60,7 +57,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, dropout: float = 0.0):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.embed = nn.Embedding(17, 6)
         self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
@@ -73,11 +70,11 @@ class Model(nn.Module):
         return self.head(self.norm(x)).clone()
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def loss_of(model, tokens):
     return model(tokens).square().sum()
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "default units": {"tiles": TILES},
     "blocks recomputed": {"tiles": TILES, "checkpoint_activations": True},
     "blocks recomputed in part": {"tiles": TILES, "checkpoint_activations": "selective"},
@@ -100,7 +97,7 @@ def test_gradients_and_collectives_are_those_of_the_whole():
     batches += [torch.randint(17, (2, 5), generator=generator)]
     mine = batches[:-1] if dist.get_rank() == 0 else batches[-1:]
     mine += [torch.empty(1, 0, dtype=torch.long)] * (len(BATCHES) - len(mine))
-    sum(loss_of(plain, batch) for batch in batches).backward()  # type: ignore[union-attr]
+    sum(loss_of(plain, batch) for batch in batches).backward()
     for param in plain.parameters():
         assert param.grad is not None
         param.grad /= 2
@@ -120,15 +117,13 @@ def test_gradients_and_collectives_are_those_of_the_whole():
 
 @pytest.mark.parametrize("policy", [True, "selective"])
 @pytest.mark.parametrize(("tokens", "tiles"), [(3, 2), (7, 4), (8, 4), (10, 3), (16, 2)])
-def test_a_checkpoint_around_tiles_does_not_see_their_check(
-    tokens: int, tiles: int, policy: bool | str
-):
+def test_a_checkpoint_around_tiles_does_not_see_their_check(tokens, tiles, policy):
     """A selective one counts products, and would take those of the check for the forward's."""
     torch.manual_seed(0)
     plain, x = Block().double(), torch.randn(2, tokens, 6, dtype=torch.double)
     model = copy.deepcopy(plain)
-    model.mlp.forward = tiled(model.mlp, "mlp", tiles)  # type: ignore[method-assign]
-    model.forward = checkpointed(model, "block", policy)  # type: ignore[method-assign]
+    model.mlp.forward = tiled(model.mlp, "mlp", tiles)
+    model.forward = checkpointed(model, "block", policy)
     for block in (model, plain):
         for _ in range(2):
             block(x).sin().sum().backward()
@@ -138,13 +133,13 @@ def test_a_checkpoint_around_tiles_does_not_see_their_check(
 class Mixing(nn.Module):
     """A module that does not work on each token alone, in one of many ways."""
 
-    def __init__(self, how: str):
+    def __init__(self, how):
         super().__init__()
         self.how, self.linear = how, nn.Linear(6, 6)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Any:
-        y: Tensor = self.linear(x)
+    def forward(self, x):
+        y = self.linear(x)
         if self.how == "the last token":
             return y + 0.01 * F.pad(x, (0, 0, 1, -1))
         if self.how == "its place":
@@ -172,16 +167,16 @@ MIXING = {
 
 
 @pytest.mark.parametrize("how", MIXING)
-def test_what_mixes_tokens_is_refused(how: str):
+def test_what_mixes_tokens_is_refused(how):
     torch.manual_seed(0)
     module = Mixing(how)
-    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    module.forward = tiled(module, "its", 3)
     with pytest.raises(ShardkitError, match=MIXING[how]):
         module(torch.randn(2, 20, 6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_works_on_each_token_is_not_refused(dtype: torch.dtype):
+def test_what_works_on_each_token_is_not_refused(dtype):
     torch.manual_seed(0)
     for module in (Mlp(dropout=0.5), MoE(layers=1, dim=6, experts=4).layers[0], Mixing("")):
         module.to(dtype).forward = tiled(module, "its", 3)
@@ -194,14 +189,14 @@ def test_what_works_on_each_token_is_not_refused(dtype: torch.dtype):
 class Crossing(nn.Module):
     """Cross-attention of each token alone, to a context that all of them get."""
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def forward(self, x, context=None):
         return x if context is None else x + F.scaled_dot_product_attention(x, context, context)
 
 
 def test_a_context_is_never_cut_however_long_it_is():
     torch.manual_seed(0)
     module, x = Crossing(), torch.randn(2, 12, 6)
-    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    module.forward = tiled(module, "its", 3)
     for length in (7, 12):
         context = torch.randn(2, length, 6)
         for result in (module(x, context), module(x, context=context)):
@@ -211,10 +206,10 @@ def test_a_context_is_never_cut_however_long_it_is():
 
 
 @pytest.mark.parametrize("length", [2, 3, 12])
-def test_a_first_context_with_as_many_positions_as_there_are_tokens_is_refused(length: int):
+def test_a_first_context_with_as_many_positions_as_there_are_tokens_is_refused(length):
     torch.manual_seed(0)
     module, x = Crossing(), torch.randn(2, length, 6)
-    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    module.forward = tiled(module, "its", 3)
     module(x)
     for _ in range(2):
         with pytest.raises(ShardkitError, match=DIFFERS):
@@ -229,7 +224,7 @@ def test_dropout_draws_for_each_tile_and_the_same_again():
     torch.cat(parts, 1).square().sum().backward()
     expected = [param.grad for param in module.parameters()]
     module.zero_grad()
-    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    module.forward = tiled(module, "its", 3)
     torch.random.set_rng_state(generator)
     module(x).square().sum().backward()
     for param, grad in zip(module.parameters(), expected, strict=True):
@@ -252,7 +247,7 @@ def test_dropout_draws_for_each_tile_and_the_same_again():
         ),
     ],
 )
-def test_rules_that_cannot_be_followed(units: Any, tiles: Any, text: str):
+def test_rules_that_cannot_be_followed(units, tiles, text):
     with pytest.raises(PlanError, match=re.escape(text)):
         plan_model(Model(), mesh=MeshSpec.sharded(8), units=units, tiles=tiles)
 
@@ -271,6 +266,6 @@ def test_tiles_in_the_plan():
         "- tiles: []\n+ tiles: [['layers.0.mlp', 4], ['layers.2.mlp', 4]]"
     )
     assert ShardingPlan.from_dict(plan.to_dict()) == plan
-    gone = dataclasses.replace(plan, tiles={"layers.7.mlp": 4})  # type: ignore[arg-type]
+    gone = dataclasses.replace(plan, tiles={"layers.7.mlp": 4})
     with fake_world(8), pytest.raises(PlanError, match=re.escape("no module layers.7.mlp")):
         apply_plan(model, gone)

@@ -21,7 +21,7 @@ from shardkit.errors import CheckpointError
 # --- Manifest -------------------------------------------------------------------------------------
 
 
-def write_checkpoint(path: Path, contents: bytes = b"12345678", created: int = 1) -> Path:
+def write_checkpoint(path, contents=b"12345678", created=1):
     path.mkdir(parents=True)
     (path / "data").write_bytes(contents)
     files = {"data": [len(contents), 2**64 - 1]}
@@ -57,11 +57,11 @@ def test_no_flipped_bit_of_a_manifest_changes_what_a_load_returns(tmp_path):
 # --- Directories ----------------------------------------------------------------------------------
 
 
-def listing(path: Path) -> list[str]:
+def listing(path):
     return sorted(os.listdir(path))
 
 
-def write_temporary(path: Path) -> Path:
+def write_temporary(path):
     temporary = directory.draft_of(path)
     temporary.mkdir(parents=True)
     (temporary / "data").write_bytes(b"new")
@@ -112,7 +112,7 @@ def test_a_deletion_that_was_killed_leaves_nothing_that_is_taken_for_a_checkpoin
     path = write_checkpoint(tmp_path / "last", created=2)
     write_checkpoint(directory.replaced_of(path), created=1)
 
-    def delete_one_file(place: Path, **options: object):
+    def delete_one_file(place, **options):
         if place.is_dir():
             (place / "data").unlink()
 
@@ -158,7 +158,7 @@ def test_a_directory_that_cannot_be_read_is_no_checkpoint(tmp_path):
     path, list_of = write_checkpoint(tmp_path / "a"), Path.iterdir
     (tmp_path / "lost+found").mkdir()
 
-    def iterdir(place: Path):
+    def iterdir(place):
         if place.name == "lost+found":
             raise PermissionError(13, "Permission denied")
         return list_of(place)
@@ -196,7 +196,7 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     path = write_checkpoint(tmp_path / "a")
     temporary = write_temporary(path)
 
-    def rename(source: Path, target: Path):
+    def rename(source, target):
         if source == temporary:
             raise OSError("no")
         original(source, target)

@@ -1,8 +1,6 @@
 """Checkpoints that FSDP1 wrote load into FSDP2, and FSDP1 loads what shardkit exports."""
 
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,25 +43,25 @@ class Plain(nn.Module):
         self.head = nn.Linear(6, 3)
         self.register_buffer("scale", torch.ones(3))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x).relu()
         return self.head(x) * self.scale
 
 
-def build(seed: int = 0) -> nn.Module:
+def build(seed=0):
     torch.manual_seed(seed)
     return Plain()
 
 
-def train(model: nn.Module, steps: int = 3) -> torch.optim.Optimizer:
+def train(model, steps=3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run(model, optimizer, steps)
     return optimizer
 
 
-def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+def run(model, optimizer, steps):
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -74,7 +72,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[
     return losses
 
 
-def trained_plain() -> dict[str, Any]:
+def trained_plain():
     """What training without any sharding gives: of two ranks with one batch, the mean gradient is
     exactly that.
     """
@@ -86,7 +84,7 @@ def trained_plain() -> dict[str, Any]:
     }
 
 
-def wrapped(seed: int, use_orig_params: bool) -> nn.Module:
+def wrapped(seed, use_orig_params):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return FSDP(
@@ -151,7 +149,7 @@ def load_into_fsdp2(paths, shape, seed=1):
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["use_orig_params", "flat"])
-def written(request, tmp_path_factory) -> Path:
+def written(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp1")
     save_fsdp1(folder, request.param)
     return folder

@@ -17,12 +17,12 @@ from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict
 
 
-def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def net(seed=0, dtype=torch.float32):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).to(dtype)
 
 
-def step(model: nn.Module, *optimizers: torch.optim.Optimizer):
+def step(model, *optimizers):
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
     model(data.to(next(model.parameters()).dtype)).square().sum().backward()
     for optimizer in optimizers:
@@ -43,7 +43,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_every_kind_of_optimizer_goes_on(name, tmp_path):
-    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build(seed):
         model = fully_shard(net(seed), mesh=mesh_of((2,)))
         return model, OPTIMIZERS[name](model.parameters())
 
@@ -89,7 +89,7 @@ def test_moments_of_another_dtype_than_their_parameters_stay_so(tmp_path):
 
 
 def test_several_optimizers_are_one_state(tmp_path):
-    def build() -> tuple[nn.Sequential, list[torch.optim.Optimizer]]:
+    def build():
         model = net()
         return model, [
             torch.optim.SGD(model[0].parameters(), 0.1, 0.9),
@@ -189,18 +189,18 @@ def test_checksums_of_what_is_written_in_many_blocks(shape, columns, tmp_path, m
 
 
 class Remembering(nn.Module):
-    def __init__(self, memory: object):
+    def __init__(self, memory):
         super().__init__()
         self.l, self.memory = nn.Linear(2, 2), memory
 
-    def get_extra_state(self) -> object:
+    def get_extra_state(self):
         return self.memory
 
-    def set_extra_state(self, state: object):
+    def set_extra_state(self, state):
         self.memory = state
 
 
-def inside(memory: object) -> nn.Module:
+def inside(memory):
     return nn.ModuleDict({"inner": Remembering(memory)})
 
 

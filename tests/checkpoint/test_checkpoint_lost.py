@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,18 +30,18 @@ SOURCES = str(Path(shardkit.checkpoint.__file__).parent)
 KILLS = 20
 
 
-def net(value: float, size: int = 9) -> nn.Module:
+def net(value, size=9):
     model = nn.Linear(size, size)
     for param in model.parameters():
         nn.init.constant_(param, value)
     return model
 
 
-def sharded(value: float, size: int = 9) -> nn.Module:
+def sharded(value, size=9):
     return fully_shard(net(value, size), mesh=mesh_of((2,)))
 
 
-def value_of(path: Path, size: int = 9) -> float:
+def value_of(path, size=9):
     """The one value that every element has; loading checks every checksum."""
     model = net(-1.0, size)
     extra = load_checkpoint(path, model)
@@ -59,7 +58,7 @@ class Killer:
     them.
     """
 
-    def __init__(self, at: int | None):
+    def __init__(self, at):
         self.at, self.seen = at, 0
 
     def __call__(self, frame, event, arg):
@@ -71,7 +70,7 @@ class Killer:
         return self
 
 
-def save_and_die(path: Path, value: float, rank: int, at: int | None, **options: object) -> int:
+def save_and_die(path, value, rank, at, **options):
     """Save, and be killed at the line number ``at`` of this rank; how many there were."""
     model = sharded(value)
     killer = Killer(at if dist.get_rank() == rank else None)
@@ -86,12 +85,12 @@ def save_and_die(path: Path, value: float, rank: int, at: int | None, **options:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool():
     with RankPool(2, backend="gloo") as ranks:
         yield ranks
 
 
-def listing(path: Path) -> list[str]:
+def listing(path):
     return sorted(os.listdir(path))
 
 
@@ -138,7 +137,7 @@ def test_killed_at_random_points_a_whole_checkpoint_loads(kills, options, tmp_pa
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 256 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -237,7 +236,7 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
 
 
 @pytest.fixture
-def gate(monkeypatch) -> tuple[threading.Event, list[str], list[set[int]]]:
+def gate(monkeypatch):
     """Writing waits for the event; what began and ended is listed, and the memory
     that was written.
     """

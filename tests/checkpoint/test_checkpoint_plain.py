@@ -90,7 +90,7 @@ class Halve:
     def __init__(self):
         self.base = 0.5
 
-    def __call__(self, epoch: int) -> float:
+    def __call__(self, epoch):
         return self.base**epoch
 
 
@@ -116,11 +116,11 @@ def test_the_state_of_torchs_schedulers_is_plain(make):
 # --- Random generators ----------------------------------------------------------------------------
 
 
-def draws() -> tuple[float, float]:
+def draws():
     return random.random(), torch.rand(()).item()
 
 
-def seeded(seed: int) -> dict[str, object]:
+def seeded(seed):
     random.seed(seed)
     torch.manual_seed(seed)
     return {kind: state for kind, state in random_states().items() if kind in ("python", "cpu")}
@@ -134,7 +134,7 @@ def test_random_generators_go_on_where_they_were():
 
 
 def test_the_random_state_of_a_gpu_is_skipped_by_a_cuda_build_without_a_gpu(tmp_path):
-    def current_accelerator(check_available: bool = False) -> torch.device | None:
+    def current_accelerator(check_available=False):
         return None if check_available else torch.device("cuda")
 
     model = torch.nn.Linear(2, 2)

@@ -2,8 +2,6 @@
 same shards, to the bit.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from cpu_ranks import on_ranks
@@ -21,7 +19,7 @@ from shardkit.state import full_optimizer_state_dict, sharded_optimizer_state_di
 torchao = pytest.importorskip("torchao.optim", reason="optimizers with quantized state")
 
 
-def build(kind: str, mesh: tuple[int, ...] | None = None) -> tuple[nn.Module, Any]:
+def build(kind, mesh=None):
     """On 2 ranks the first weight has whole blocks on the second one only, the others on both."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(192, 129), nn.ReLU(), nn.Linear(129, 512), nn.Linear(512, 256))
@@ -30,7 +28,7 @@ def build(kind: str, mesh: tuple[int, ...] | None = None) -> tuple[nn.Module, An
     return net, getattr(torchao, kind)(net.parameters(), lr=1e-2)
 
 
-def train(net: nn.Module, optimizer: Any, seeds: range):
+def train(net, optimizer, seeds):
     for seed in seeds:
         optimizer.zero_grad()
         x = torch.randn(4, 192, generator=torch.Generator().manual_seed(seed))
@@ -39,7 +37,7 @@ def train(net: nn.Module, optimizer: Any, seeds: range):
             optimizer.step()
 
 
-def held(net: nn.Module, optimizer: Any) -> dict[str, Any]:
+def held(net, optimizer):
     """What this rank has: its parameters, and the classes and inner tensors of their state."""
     values = {name: local_value(param).clone() for name, param in net.named_parameters()}
     for name, state in sharded_optimizer_state_dict(net, optimizer)["state"].items():

@@ -4,8 +4,6 @@ and local state.
 
 import shutil
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -60,7 +58,7 @@ def write(folder):
     dist.barrier()
 
 
-def verl(folder: Path, model: dict[str, Any], optimizer: dict[str, Any]):
+def verl(folder, model, optimizer):
     suffix = f"world_size_2_rank_{dist.get_rank()}.pt"
     save(model, folder / f"model_{suffix}")
     save(optimizer, folder / f"optim_{suffix}")
@@ -70,13 +68,13 @@ def verl(folder: Path, model: dict[str, Any], optimizer: dict[str, Any]):
     )
 
 
-def save(tree: Any, file: Path):
+def save(tree, file):
     file.parent.mkdir(exist_ok=True)
     torch.save(tree, file)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Path:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rank-files")
     write(folder)
     return folder
@@ -85,7 +83,7 @@ def written(tmp_path_factory) -> Path:
 ALL = ["fsdp2", "fsdp1-True-by-name", "fsdp1-False-by-name"]
 
 
-def check(path: Path, with_optimizer: bool = True):
+def check(path, with_optimizer=True):
     """What is loaded into a plain model is what training without sharding gives."""
     expected, model = trained_plain(), build(seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)

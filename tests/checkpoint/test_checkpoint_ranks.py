@@ -4,7 +4,6 @@ refused together.
 
 import json
 import os
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -32,7 +31,7 @@ from shardkit.checkpoint.format import find_tensors
 from shardkit.errors import CheckpointError, ShardkitError
 
 
-def save_trained(path: Path, shape: tuple[int, ...] | None, async_: bool = False):
+def save_trained(path, shape, async_=False):
     """Train, save, and leave beside it what a load must give, and how training goes on."""
     state = build(shape)
     train(*state)
@@ -47,7 +46,7 @@ def save_trained(path: Path, shape: tuple[int, ...] | None, async_: bool = False
         torch.save({"at_save": at_save, "losses": losses, "end": end}, f"{path}.expected")
 
 
-def load_and_compare(path: Path, shape: tuple[int, ...] | None, goes_on: bool = False):
+def load_and_compare(path, shape, goes_on=False):
     """Load into what differs in every value, and compare; where the arithmetic is the same, train
     on too.
     """
@@ -148,7 +147,7 @@ def assert_same_training(got, expected):
 # --- What is refused, together, with nothing changed ----------------------------------------------
 
 
-def flip(file: Path, at: int):
+def flip(file, at):
     if is_first():
         data = bytearray(file.read_bytes())
         data[at] ^= 4

@@ -1,12 +1,10 @@
 """Checkpoints of tensor subclasses: float8 weights, as their values; others refused."""
 
-from typing import Any
-
 import pytest
 import torch
 from cpu_ranks import on_ranks
 from meshes import mesh_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trees import assert_same
@@ -20,7 +18,7 @@ from shardkit.testing import fake_world
 pytest.importorskip("torchao", reason="tensor subclasses as people have them")
 
 
-def build(kind: str, seed: int = 0, mesh: bool = True) -> nn.Module:
+def build(kind, seed=0, mesh=True):
     """Linears of 129 rows where shards may be uneven, so that blocks fit one rank and not the
     other.
     """
@@ -35,7 +33,7 @@ def build(kind: str, seed: int = 0, mesh: bool = True) -> nn.Module:
     return net
 
 
-def to_float8(net: nn.Module):
+def to_float8(net):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(
@@ -43,7 +41,7 @@ def to_float8(net: nn.Module):
     )
 
 
-def to_nf4(net: nn.Module):
+def to_nf4(net):
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
     for layer in (net[0], net[2]):
@@ -53,11 +51,11 @@ def to_nf4(net: nn.Module):
 _CONVERT = {"plain": lambda net: None, "float8": to_float8, "nf4": to_nf4}
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor):
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def parts(tensor: Tensor) -> dict[str, Any]:
+def parts(tensor):
     """Class and inner tensors of what this rank has, copied."""
     tensor = local(tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -69,7 +67,7 @@ def parts(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def weights(net: nn.Module) -> dict[str, Any]:
+def weights(net):
     return {name: parts(tensor) for name, tensor in net.state_dict().items()}
 
 
@@ -156,12 +154,12 @@ def test_float8_weights_from_meta_stay_what_they_are(way, tmp_path):
 class Adapted(nn.Module):
     """A quantized base that is frozen, and an adapter that trains."""
 
-    def __init__(self, base: nn.Module):
+    def __init__(self, base):
         super().__init__()
         self.base, self.adapter = base, nn.Linear(64, 8)
 
 
-def quantized(kind: str, seed: int = 0) -> Adapted:
+def quantized(kind, seed=0):
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(seed)
     base = (

@@ -2,8 +2,6 @@
 first step.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from cpu_ranks import on_ranks
@@ -33,11 +31,11 @@ class Adapted(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.base.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.norm(self.base(x) + self.up(self.down(x)))
 
 
-def build(seed: int = 0, mesh: bool = True, layers: int = 3) -> nn.Sequential:
+def build(seed=0, mesh=True, layers=3):
     torch.manual_seed(seed)
     net = nn.Sequential(*(Adapted() for _ in range(layers)))
     if mesh:
@@ -47,17 +45,17 @@ def build(seed: int = 0, mesh: bool = True, layers: int = 3) -> nn.Sequential:
     return net
 
 
-def adamw(net: nn.Module) -> torch.optim.AdamW:
+def adamw(net):
     return torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], lr=1e-2)
 
 
-def step(net: nn.Module, optimizer: Any):
+def step(net, optimizer):
     optimizer.zero_grad()
     net(torch.arange(4.0 * WIDTH).reshape(4, WIDTH).sin()).square().mean().backward()
     optimizer.step()
 
 
-def whole(net: nn.Module, optimizer: Any = None) -> dict[str, Any]:
+def whole(net, optimizer=None):
     state = {"model": dict(full_state_dict(net, rank0_only=False))}
     if optimizer is not None:
         state["optimizer"] = full_optimizer_state_dict(net, optimizer, rank0_only=False)
@@ -127,7 +125,7 @@ def test_freezing_that_changed_is_one_error_or_left_alone(trainable_only, tmp_pa
 
 
 class Tied(nn.Module):
-    def __init__(self, tied: bool):
+    def __init__(self, tied):
         super().__init__()
         self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
         if tied:

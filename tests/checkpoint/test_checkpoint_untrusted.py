@@ -19,19 +19,19 @@ from shardkit.errors import CheckpointError
 class Runs:
     """Pickled code, that leaves a mark."""
 
-    def __init__(self, mark: Path):
+    def __init__(self, mark):
         self.mark = mark
 
     def __reduce__(self):
         return os.mkdir, (str(self.mark),)
 
 
-def net() -> torch.nn.Module:
+def net():
     torch.manual_seed(0)
     return torch.nn.Linear(3, 4)
 
 
-def refused(path: Path, match: str | None = None):
+def refused(path, match=None):
     model = net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=match):
@@ -39,12 +39,12 @@ def refused(path: Path, match: str | None = None):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def dcp_directory(path: Path) -> Path:
+def dcp_directory(path):
     dcp.save({"model": dict(net().state_dict())}, checkpoint_id=path, no_dist=True)
     return path
 
 
-def change_metadata(path: Path, change):
+def change_metadata(path, change):
     found = pickle.loads((path / ".metadata").read_bytes())
     (path / ".metadata").write_bytes(pickle.dumps(change(found) or found))
 
@@ -118,7 +118,7 @@ def test_metadata_that_leads_out_of_the_directory_is_refused(name, tmp_path):
 # ---- manifests -----------------------------------------------------------------------------------
 
 
-def rewrite(path: Path, change):
+def rewrite(path, change):
     """Change a manifest, and its digest with it."""
     body = json.loads((path / "manifest.json").read_bytes())
     change(body)

@@ -8,7 +8,7 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ from shardkit.checkpoint.byte_ranges import part_of, staged
 from shardkit.errors import CheckpointError, ShardkitError
 
 
-def files_of(directory: Path) -> dict[str, torch.Tensor]:
+def files_of(directory):
     tensors = {}
     for file in directory.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -53,7 +53,7 @@ def assert_equal(got, wanted):
     assert wanted
 
 
-def is_fused(parameter: nn.Parameter) -> bool:
+def is_fused(parameter):
     return parameter.ndim == 3 and parameter.shape[1] > 1
 
 
@@ -148,7 +148,7 @@ def test_each_rank_reads_its_own_experts_alone(tmp_path):
     MixtralForCausalLM(MixtralConfig(**TEXT, num_local_experts=4)).save_pretrained(theirs)
     dist.barrier()
     model = shard_model(MixtralForCausalLM(MixtralConfig(**TEXT, num_local_experts=4)), mesh=mesh)
-    seen: list[int] = []
+    seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             byte_ranges,
@@ -222,7 +222,7 @@ class Host(NamedTuple):
 
     group: dist.ProcessGroup
 
-    def load(self, file: str):
+    def load(self, file):
         dist.broadcast_object_list([file], src=0, group=self.group)
         dist.barrier(self.group)
 
@@ -236,7 +236,7 @@ def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     send, put, put_in_file = [block for block in blocks if "put(bucket" in block]
-    names: dict[str, Any] = {"torch": torch, "dist": dist, "named_full_tensors": named_full_tensors}
+    names = {"torch": torch, "dist": dist, "named_full_tensors": named_full_tensors}
     exec(send, names)
     exec(put.replace("[0, 3]", "[0, 2, 3]").replace("send(model", "()  # "), names)
     if rank == 0:
@@ -251,7 +251,7 @@ def test_the_pages_loop_feeds_an_engine_outside_of_the_mesh(name, tmp_path):
         names["send"](model, put_there, 20_000)
         return
     buckets = list(names["receive"]())
-    received: dict[str, torch.Tensor] = {}
+    received = {}
     for bucket in buckets:
         received |= bucket
     assert_equal(received, files_of(tmp_path / "wanted"))
@@ -289,7 +289,7 @@ def test_a_save_that_is_stopped_at_any_rename_leaves_a_whole_model(stop, tmp_pat
     (place / "checkpoint-1" / "trainer_state.json").write_text("{}")
     rename, seen = os.rename, []
 
-    def stops(source: Path, target: Path):
+    def stops(source, target):
         seen.append(target.name)
         if len(seen) == at:
             raise stop

@@ -40,14 +40,14 @@ class Net(nn.Module):
         self.register_buffer("frequencies", torch.logspace(0, 1, 7), persistent=False)
         self.register_buffer("noise", torch.randn(4), persistent=False)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x).relu()
         return self.head(x * self.gain).clone() + self.narrow(x).sum()
 
 
-def net(seed: int) -> Net:
+def net(seed):
     torch.manual_seed(seed)
     made = Net()
     with torch.no_grad():
@@ -56,30 +56,30 @@ def net(seed: int) -> Net:
     return made
 
 
-def built(seed: int, meta: bool = True) -> Net:
+def built(seed, meta=True):
     torch.manual_seed(seed)
     with init_on_meta() if meta else nullcontext():
         return Net()
 
 
-def sharded(model: Net, mesh: str = "fsdp", **options) -> Net:
+def sharded(model, mesh="fsdp", **options):
     for block in model.blocks:
         fully_shard(block, mesh=mesh_of(MESHES[mesh]), **options)
     return fully_shard(model, mesh=mesh_of(MESHES[mesh]), **options)
 
 
-def stored(model: nn.Module) -> dict[str, torch.Tensor]:
+def stored(model):
     """What a file of the model has: ties once."""
     state = model.state_dict()
     return {name: state[name].detach().clone() for name in state if name != "head.weight"}
 
 
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def state_of(model):
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: state[name] for name in stored(model)}
 
 
-def written(directory, seed: int = 0) -> tuple[str, dict[str, torch.Tensor]]:
+def written(directory, seed=0):
     """A file that every rank writes for itself, so that no barrier is needed."""
     path = os.path.join(directory, f"{dist.get_rank() if dist.is_initialized() else 0}.safetensors")
     tensors = stored(net(seed))
@@ -172,7 +172,7 @@ def test_wrappers_are_no_part_of_names(tmp_path):
 # ---- Hugging Face, both ways ---------------------------------------------------------------------
 
 
-def llama(seed: int = 0, tied: bool = True) -> nn.Module:
+def llama(seed=0, tied=True):
     # not at the top: ranks would import it for every test
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -255,9 +255,9 @@ def test_not_strict_leaves_the_rest_as_it_was_built(meta, tmp_path):
 # ---- refused, with nothing changed ---------------------------------------------------------------
 
 
-def snapshot(model: nn.Module) -> list[object]:
+def snapshot(model):
     """The tensor objects of a model, and their values."""
-    seen: list[object] = []
+    seen = []
     for tensor in (*model.parameters(), *model.buffers()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         seen += [id(tensor), None if local.is_meta else local.tolist()]

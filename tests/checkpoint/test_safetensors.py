@@ -3,8 +3,6 @@ with the package.
 """
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,12 +26,12 @@ from shardkit.checkpoint.format import find_tensors as locate
 from shardkit.errors import CheckpointError
 
 
-def read(path: Path, into: Mapping[str, torch.Tensor]):
+def read(path, into):
     found = locate(path)
     read_parts((found[name], part_of(tensor)) for name, tensor in into.items())
 
 
-def contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def contiguous(tensors):
     return {name: each.resolve_conj().contiguous() for name, each in tensors.items()}
 
 

@@ -33,7 +33,7 @@ KINDS = st.sampled_from(sorted(DTYPES))
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 
 
-def ours(data: bytes) -> dict[str, Location] | str:
+def ours(data):
     """What the reader makes of a file: its tensors, or the reason why not."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
@@ -44,7 +44,7 @@ def ours(data: bytes) -> dict[str, Location] | str:
             return f"{type(error).__name__}: {error}"
 
 
-def theirs(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | str:
+def theirs(data):
     """The same from the package: dtype, shape and bytes of each tensor."""
     try:
         return {
@@ -58,7 +58,7 @@ def theirs(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | str:
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def filled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+def filled(shape, dtype):
     values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     return values.to(dtype)
 
@@ -88,7 +88,7 @@ def test_files_are_filled_in_order_and_indexed_as_transformers_does():
     sizes = {"t0": 4, "t1": 4, "t2": 9, "t3": 1, "t4": 0, "t5": 7, "t6": 2}
     specs = {name: Spec(torch.uint8, torch.Size([size])) for name, size in sizes.items()}
     files, locations = plan_files(Path("a"), "model", specs, 8)
-    shares: dict[Path, str] = {}
+    shares = {}
     for name in sizes:
         file = locations[name].file
         shares[file] = shares.get(file, "") + name
@@ -104,7 +104,7 @@ def test_files_are_filled_in_order_and_indexed_as_transformers_does():
 # ---- reading what anyone wrote -------------------------------------------------------------------
 
 
-def with_header(text: bytes, data: bytes = b"") -> bytes:
+def with_header(text, data=b""):
     return len(text).to_bytes(8, "little") + text + data
 
 
@@ -151,7 +151,7 @@ def test_what_is_no_safetensors_file_is_refused_with_its_reason(data, reason):
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+def boxes(draw):
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     box = []
     for size in shape:
@@ -160,7 +160,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]
     return tuple(box), shape
 
 
-def cut(whole: torch.Tensor, box) -> torch.Tensor:
+def cut(whole, box):
     return inside(whole, tuple((0, size) for size in whole.shape), box)
 
 
@@ -203,19 +203,19 @@ def test_a_short_write_and_a_short_read_go_on(tmp_path, monkeypatch):
 ONE = {"a": torch.ones(2)}
 
 
-def put(path: Path, tensors=ONE) -> Path:
+def put(path, tensors=ONE):
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
     return path
 
 
-def index_of(directory: Path, places: object, name: str = "model") -> Path:
+def index_of(directory, places, name="model"):
     path = directory / f"{name}.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {"total_size": 8}, "weight_map": places}))
     return path
 
 
-def refusal(path: Path) -> str:
+def refusal(path):
     with pytest.raises(CheckpointError) as caught:
         find_tensors(path)
     return str(caught.value)

@@ -1,7 +1,5 @@
 """State and files on one GPU, initialization, and the FSDP1 drop-in."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from gpu_net import (
@@ -18,7 +16,6 @@ from gpu_net import (
     train,
     values,
 )
-from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -29,7 +26,7 @@ from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path):
+def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path):
     model = sharded()
     optimizer = adamw(model.parameters())
     train(model, optimizer)
@@ -44,7 +41,7 @@ def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path):
     assert_same(values(other), expected)
 
 
-def test_the_random_state_of_the_device_resumes(tmp_path: Path):
+def test_the_random_state_of_the_device_resumes(tmp_path):
     model = sharded()
     torch.rand(3, device=DEVICE)
     shardkit.checkpoint.save_checkpoint(tmp_path / "saved", model)
@@ -55,7 +52,7 @@ def test_the_random_state_of_the_device_resumes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_weights_are_read_into_a_model_on_meta(tmp_path: Path, offloads: bool):
+def test_weights_are_read_into_a_model_on_meta(tmp_path, offloads):
     model = sharded()
     shardkit.checkpoint.save_checkpoint(tmp_path / "saved", model)
     with shardkit.init_on_meta():
@@ -77,7 +74,7 @@ def test_full_state():
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE.type])
-def test_materialized_as_constructed(device: str):
+def test_materialized_as_constructed(device):
     torch.manual_seed(5)
     with torch.device(device):
         expected = Llama(SHAPE, 64)
@@ -108,7 +105,7 @@ def test_drop_in_with_a_penalty_that_is_computed_before_the_forward():
     ours = FSDP(plain(), device_id=DEVICE if HAS_GPU else None, auto_wrap_policy=policy)
     theirs = plain()
 
-    def hold_up(param: Tensor):
+    def hold_up(param):
         keep_stream_busy(50)
 
     for name, param in ours.named_parameters():

@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ def test_clipping_as_the_plain_model():
     ours, theirs = sharded(), plain()
     norms = []
 
-    def clip_plain(model: nn.Module):
+    def clip_plain(model):
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
     train(ours, adamw(ours.parameters()), clip=partial(shardkit.clip_grad_norm_, max_norm=0.1))
@@ -64,7 +63,7 @@ def test_clipping_as_the_plain_model():
 
 
 # The arithmetic of each is that of fully_shard by hand without it.
-SAME_AS_BY_HAND: dict[str, dict[str, Any]] = {
+SAME_AS_BY_HAND = {
     "float32": {},
     "bf16": {"mp_policy": BF16},
     "checkpointed": {"checkpoint_activations": True},
@@ -75,7 +74,7 @@ SAME_AS_BY_HAND: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SAME_AS_BY_HAND)
-def test_as_fully_shard_by_hand(name: str):
+def test_as_fully_shard_by_hand(name):
     settings = SAME_AS_BY_HAND[name]
     by_torch = {key: value for key, value in settings.items() if key == "mp_policy"}
     ours, theirs = sharded(**settings), by_hand(**by_torch)
@@ -151,7 +150,7 @@ def test_empty_shards_of_the_last_rank_of_8():
 
 # ---- optimizers and gradients
 
-ADAMW: dict[str, dict[str, Any]] = {
+ADAMW = {
     "for loop": {"foreach": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
@@ -163,7 +162,7 @@ if HAS_GPU:
 
 
 @pytest.mark.parametrize("name", ADAMW)
-def test_steps_on_local_shards(name: str):
+def test_steps_on_local_shards(name):
     ours, theirs = sharded(), sharded()
     local = torch.optim.AdamW(ours.parameters(), lr=1e-3, **ADAMW[name])
     train(ours, shardkit.step_on_local_shards(local))
@@ -217,7 +216,7 @@ def test_offloaded_parameters():
 @pytest.mark.parametrize(
     "settings", [{}, {"keep_unsharded": True}, {"shard_gradients": True}], ids=str
 )
-def test_accumulation(settings: dict[str, bool]):
+def test_accumulation(settings):
     ours, theirs = sharded(), plain()
     for step in range(3):
         (theirs(tokens(step)) / 3).backward()
@@ -271,7 +270,7 @@ def test_average_in_place_of_the_model():
 @pytest.mark.parametrize(
     "settings", [{}, {"mp_policy": BF16}, {"checkpoint_activations": True}], ids=str
 )
-def test_a_whole_step_has_no_host_sync(settings: dict[str, Any]):
+def test_a_whole_step_has_no_host_sync(settings):
     for wrap in (lambda optimizer: optimizer, shardkit.step_on_local_shards):
         model = sharded(**settings)
         optimizer, x = wrap(adamw(model.parameters())), tokens()
@@ -291,7 +290,7 @@ def test_a_whole_step_has_no_host_sync(settings: dict[str, Any]):
 
 @needs_gpu
 @pytest.mark.parametrize("name", ["in backward", "accumulate", "count", "scale", "average"])
-def test_what_else_has_no_host_sync(name: str):
+def test_what_else_has_no_host_sync(name):
     model, x = sharded(), tokens()
     if name == "in backward":
         optimizer = shardkit.optimizer_in_backward(model, adamw)

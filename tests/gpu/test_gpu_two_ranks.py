@@ -1,8 +1,6 @@
 """Two ranks on one GPU: gloo carries CUDA tensors, beside CUDA's streams."""
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from gpu_net import (
     tokens,
     values,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardkit
@@ -28,7 +26,7 @@ from shardkit.shards import local_part
 from shardkit.state import sleep, wake
 from shardkit.testing import RankPool
 
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "float32": {},
     "kept unsharded": {"reshard_after_forward": False},
     "checkpointed": {"checkpoint_activations": True},
@@ -38,12 +36,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
+def two_ranks():
     with RankPool(2, timeout=120) as pool:
         yield pool
 
 
-def sharded(model: nn.Module, **settings: Any) -> nn.Module:
+def sharded(model, **settings):
     """Shard on a mesh that is given: shardkit's own mesh of a group without NCCL is on the CPU."""
     if HAS_GPU:
         torch.cuda.set_device(DEVICE)
@@ -51,12 +49,12 @@ def sharded(model: nn.Module, **settings: Any) -> nn.Module:
     return shardkit.shard_model(model, mesh=mesh, **settings)
 
 
-def shards(model: nn.Module) -> dict[str, Tensor]:
+def shards(model):
     """Copies of this rank's shards. gloo's all-gather for ``full_tensor`` takes no CUDA tensors."""
     return {name: param.to_local().cpu().clone() for name, param in model.named_parameters()}
 
 
-def train_on_two_ranks(name: str) -> tuple[float, float]:
+def train_on_two_ranks(name):
     """Return the largest and the mean difference of this rank's shards from one process with both
     batches.
     """
@@ -82,7 +80,7 @@ def train_on_two_ranks(name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_trains_as_one_process_with_both_batches(two_ranks: RankPool, name: str):
+def test_trains_as_one_process_with_both_batches(two_ranks, name):
     """AdamW moves a weight by about 1e-3 a step, also where a gradient is all rounding: bf16 turns
     the sign of some such steps, so the mean counts there.
     """
@@ -91,7 +89,7 @@ def test_trains_as_one_process_with_both_batches(two_ranks: RankPool, name: str)
         assert largest < (6e-3 if name == "bf16" else 1e-4)
 
 
-def save_and_load(folder: str):
+def save_and_load(folder):
     model, other = sharded(plain(0)), sharded(plain(1))
     shardkit.checkpoint.save_checkpoint(f"{folder}/saved", model, async_=True).wait()
     shardkit.checkpoint.load_checkpoint(f"{folder}/saved", other)
@@ -101,7 +99,7 @@ def save_and_load(folder: str):
         assert full["embed.weight"].shape == (SHAPE.vocabulary, SHAPE.width)
 
 
-def test_state_and_asynchronous_save(two_ranks: RankPool, tmp_path: Any):
+def test_state_and_asynchronous_save(two_ranks, tmp_path):
     two_ranks.run(save_and_load, str(tmp_path))
 
 
@@ -146,5 +144,5 @@ def wake_after_the_event_of_a_step():
 @pytest.mark.parametrize(
     "check", [forward_right_after_wake, wake_on_another_stream, wake_after_the_event_of_a_step]
 )
-def test_the_first_forward_waits_for_wake(two_ranks: RankPool, check: Callable[[], None]):
+def test_the_first_forward_waits_for_wake(two_ranks, check):
     two_ranks.run(check)

@@ -4,7 +4,6 @@ over.
 
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from accumulate_net import batches, integer_net, loss, micro_steps, one_large_ba
 from cpu_ranks import on_ranks
 from grads_net import MESHES, Net, assert_grads, full_grads
 from meshes import mesh_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -138,7 +137,7 @@ def test_a_body_that_raises_leaves_no_gradient_behind():
     lost, ids = batches(1, 3), batches(2, 3)
     expected = one_large_batch(integer_net(), ids)
 
-    def fail(i: int):
+    def fail(i):
         if i == 1:
             raise Broken
 
@@ -230,11 +229,11 @@ def test_a_part_of_what_waits_for_one_all_reduce_cannot_be_dropped():
 class Branches(nn.Module):
     """Micro-batches use one of two layers, in one unit."""
 
-    def __init__(self, rows: int):
+    def __init__(self, rows):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, rows, bias=False)
 
-    def forward(self, x: Tensor, used: str) -> Tensor:
+    def forward(self, x, used):
         return getattr(self, used)(x)
 
 
@@ -254,7 +253,7 @@ def test_micro_batches_that_use_different_parameters(rows):
         assert_grads(net, {name: param.grad for name, param in plain.named_parameters()})
 
 
-def flags(model: nn.Module) -> list[tuple[object, ...]]:
+def flags(model):
     return [
         (
             unit.reduce_grads,
@@ -332,7 +331,7 @@ def test_an_optimizer_in_backward_keeps_nothing_to_add_to():
 # reset_after_error: the next step is that of a model that never failed.
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "fewer ranks": {"reshard_after_forward": 2},
     "hsdp": {"shape": MESHES["hsdp"], "reshard_after_forward": True},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
@@ -342,7 +341,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-FAILURES: list[tuple[str, int, dict[str, bool]]] = [
+FAILURES = [
     ("forward", 1, {}),
     ("backward", 1, {}),
     ("forward", 2, {"keep_unsharded": True}),
@@ -353,11 +352,11 @@ FAILURES: list[tuple[str, int, dict[str, bool]]] = [
 
 class Raising(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx, tensor):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         raise Broken
 
 
@@ -369,22 +368,20 @@ class Failing:
     def __init__(self):
         self.where = ""
 
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def __call__(self, module, args, output):
         if self.where == "forward":
             raise Broken
         return Raising.apply(output) if self.where == "backward" else output
 
 
-def failing_net(settings: dict[str, Any]) -> tuple[nn.Module, Failing]:
+def failing_net(settings):
     torch.manual_seed(0)
     net, failing = Net(), Failing()
     net.blocks[1].register_forward_hook(failing)
     return shard(net, **settings), failing
 
 
-def step(
-    net: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, **options: Any
-) -> list[Tensor]:
+def step(net, optimizer, ids, **options):
     """A step of all micro-batches; returns this rank's gradients and then parameters."""
     micro_steps(net, ids, **options)
     grads = [param.grad.to_local().clone() for param in net.parameters() if param.grad is not None]
@@ -393,7 +390,7 @@ def step(
     return [*grads, *(param.detach().to_local().clone() for param in net.parameters())]
 
 
-def fail(net: nn.Module, failing: Failing, where: str, ids: Tensor, **options: Any):
+def fail(net, failing, where, ids, **options):
     """Raise in the last of the micro-batches, after the others have left gradients behind, or in
     the first alone.
     """

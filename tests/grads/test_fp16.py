@@ -25,7 +25,7 @@ from shardkit.testing import assert_same_on_all_ranks, comm_counts
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 
 
-def model(case: str) -> nn.Module:
+def model(case):
     if case == "tp":
         net = tp_and_fsdp()
         for param in net.parameters():
@@ -37,7 +37,7 @@ def model(case: str) -> nn.Module:
     return net
 
 
-def spoil(net: nn.Module, case: str, value: float):
+def spoil(net, case, value):
     """One element of the gradients of rank 2; of both its replicas on an HSDP mesh, as after an
     all-reduce.
     """
@@ -47,7 +47,7 @@ def spoil(net: nn.Module, case: str, value: float):
         (grad.to_local() if isinstance(grad, DTensor) else grad).flatten()[0] = value
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor):
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 

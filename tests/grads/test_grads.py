@@ -31,7 +31,7 @@ from shardkit.grads import clip_grad_norm_
 from shardkit.testing import assert_same_on_all_ranks, fake_world
 
 
-def assert_norm(norm: torch.Tensor, full: dict[str, torch.Tensor], p: float):
+def assert_norm(norm, full, p):
     """It is that of the full gradients, above a limit of 1, on every rank."""
     exact = exact_norm(full, p)
     assert exact > 1.0, "nothing to clip"
@@ -105,7 +105,7 @@ def test_tensor_parallel_and_fsdp_shards_together(p):
     assert_scaled(block, full, norm, 1.0)
 
 
-def placed_like(value: torch.Tensor, param: DTensor) -> DTensor:
+def placed_like(value, param):
     """As distribute_tensor, also for the strided shards of TP under FSDP."""
     replicated = DTensor.from_local(
         value, param.device_mesh, [Replicate()] * param.device_mesh.ndim
@@ -265,7 +265,7 @@ def test_bad_arguments(arguments, text):
 # Meshes of some of the ranks, such as those of experts: one norm, also where numbers differ.
 
 
-def expert(mesh: DeviceMesh, seed: int, placements) -> nn.ParameterList:
+def expert(mesh, seed, placements):
     """Parameters of one expert with gradients: of a number of rows that no mesh here divides."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(3, 2), (1,), (5,)][: 1 + seed % 3]
@@ -280,14 +280,14 @@ def expert(mesh: DeviceMesh, seed: int, placements) -> nn.ParameterList:
     return params
 
 
-def everything(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def everything(parts):
     """The gradients that any rank has, by name; a name stands for one parameter."""
-    gathered: list = [None] * dist.get_world_size()
+    gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     return {name: grad for each in gathered for name, grad in each.items()}
 
 
-def check(model: nn.Module, names: dict[str, str], p: float, reduces: int):
+def check(model, names, p, reduces):
     """The norm of all ranks' parameters; ``names`` maps prefixes to what tells different experts
     apart.
     """

@@ -9,7 +9,7 @@ from accumulate_net import WEIGHTS, batches, integer_net, shard
 from cpu_ranks import on_ranks
 from grads_net import MESHES, assert_grads, full_grads
 from meshes import mesh_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -28,12 +28,12 @@ TOKENS = torch.tensor([[5, 1, 10, 0], [3, 7, 2, 4]])
 OPTIONS = [{}, {"keep_unsharded": True}, {"shard_gradients": True}]
 
 
-def loss_sum(model: nn.Module, ids: Tensor, tokens: int) -> Tensor:
+def loss_sum(model, ids, tokens):
     """The loss of the first ``tokens`` of the ids; the others are padding."""
     return (model(ids) * WEIGHTS).sum(-1).flatten()[:tokens].sum()
 
 
-def token_mean(plain: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+def token_mean(plain, ids):
     """Gradients of the mean over all tokens, by one process."""
     plain.zero_grad()
     losses = [

@@ -13,8 +13,6 @@ import io
 import itertools
 import re
 import signal
-import subprocess
-from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -54,7 +52,7 @@ class Block(NamedTuple):
     offset: int
 
 
-def blocks(text: str) -> Iterator[Block]:
+def blocks(text):
     for fence in FENCE.finditer(text):
         indent = fence["indent"]
         code = "".join(
@@ -65,7 +63,7 @@ def blocks(text: str) -> Iterator[Block]:
         )
 
 
-def run_page(text: str, name: str):
+def run_page(text, name):
     """Run the page's Python blocks that are neither test files nor programs of torchrun."""
     namespace = {"__name__": "__main__"}
     world = WORLD.search(text)
@@ -89,7 +87,7 @@ def run_page(text: str, name: str):
                 assert printed.getvalue().strip() == following.code.strip()
 
 
-def is_output(text: str, block: Block, following: Block | None) -> bool:
+def is_output(text, block, following):
     """Whether a ``text`` block follows a ``python`` block directly: it is what that prints."""
     if following is None or (block.language, following.language) != ("python", "text"):
         return False
@@ -102,10 +100,10 @@ def test_the_pages_have_outputs_that_are_compared():
     assert sum(is_output(*pair) for pair in pairs) >= 8
 
 
-def run_session(block: Block, name: str, namespace: dict[str, object]):
+def run_session(block, name, namespace):
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     session = doctest.DocTestParser().get_doctest(block.code, namespace, name, name, block.line)
-    report: list[str] = []
+    report = []
     runner = doctest.DocTestRunner(optionflags=options, verbose=False)
     results = runner.run(session, out=report.append, clear_globs=False)
     assert results.failed == 0, "".join(report)
@@ -154,7 +152,7 @@ FILES = [
 ]
 
 
-def run_pytest(directory: Path, name: str, code: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(directory, name, code):
     (directory / name).write_text(code)
     return forks.python(
         "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", name, cwd=directory
@@ -168,7 +166,7 @@ def test_the_test_files_of_the_pages_pass(name, code, tmp_path):
     assert " skipped" not in run.stdout
 
 
-def unknown_commands(text: str) -> set[str]:
+def unknown_commands(text):
     """The words after ``python -m shardkit`` in the text that its help does not know."""
     shown = set(COMMAND.findall(text))
     if not shown:
@@ -192,7 +190,7 @@ def test_every_page_is_in_the_navigation_of_the_site_once():
     assert sorted(listed) == sorted([*pages, "changelog.md", "contributing.md", "security.md"])
 
 
-def anchors(text: str) -> set[str]:
+def anchors(text):
     """The anchors of a page's headings, as GitHub and mkdocs make them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     return {
@@ -200,7 +198,7 @@ def anchors(text: str) -> set[str]:
     }
 
 
-def dead_links(page: Path, text: str) -> set[str]:
+def dead_links(page, text):
     """The page's links to files that do not exist, or to headings that their pages lack."""
     dead = set()
     for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):

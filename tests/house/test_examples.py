@@ -13,7 +13,7 @@ from cpu_ranks import on_ranks
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-def run_example(name: str, results: Path, *args: str):
+def run_example(name, results, *args):
     """Run the program's ``main`` on this rank; rank 0 writes down the losses that it returns."""
     losses = runpy.run_path(str(EXAMPLES / name))["main"](list(args))
     if dist.get_rank() == 0:
@@ -254,7 +254,7 @@ def test_a_program_for_fsdp1_runs(tmp_path):
     plain.load_state_dict(torch.load(path, weights_only=True))
 
 
-def run_fsdp1(path: str, results: Path):
+def run_fsdp1(path, results):
     found = runpy.run_path(str(EXAMPLES / "from_fsdp1.py"))["main"](path)
     if dist.get_rank() == 0:
         results.write_text(json.dumps(found))

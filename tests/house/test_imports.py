@@ -61,7 +61,7 @@ print(json.dumps(report))
 
 
 @pytest.fixture(scope="module")
-def report() -> dict:
+def report():
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
@@ -77,7 +77,7 @@ def test_no_optional_package_is_needed(report):
     assert "testing" in packages(report["without_optional_packages"])
 
 
-def packages(modules: list[str]) -> set[str]:
+def packages(modules):
     return {name.split(".")[1] for name in modules if name.startswith("shardkit.")}
 
 

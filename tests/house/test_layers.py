@@ -5,7 +5,6 @@ Each rule is a function from a file's name and source to its violations.
 
 import ast
 import graphlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ CORE = DECIDING | {"ranks", "shards", "references", "runtime", "apply", "api", "
 STATE = {"errors", "ranks", "shards", "boxes", "_fsdp"}
 ANY_FSDP2_MODEL = {"runtime", "meta", "grads", "optim", "state", "checkpoint"}
 EVERYTHING = CORE | ANY_FSDP2_MODEL | {"memory", "watching", "fsdp1"}
-ALLOWED: dict[str, set[str]] = {
+ALLOWED = {
     "errors": set(),
     "_torch": {"errors"},
     "_fsdp": set(),
@@ -57,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"errors"},
 }
 # What it may import besides inside of functions, and for types.
-LATER: dict[str, set[str]] = {
+LATER = {
     "api": {"memory"},
     "plan": {"runtime"},  # whose source is in the code of a plan
     "apply": {"watching", "integrations"},
@@ -79,12 +78,12 @@ PUBLIC_UNDERSCORES = {
 MESH_BUILDERS = {"DeviceMesh", "init_device_mesh", "from_group"}
 
 
-def layer_of(path: str) -> str:
+def layer_of(path):
     """The name in ``ALLOWED`` of a file, given by its path below ``shardkit/``."""
     return path.split("/")[0].removesuffix(".py")
 
 
-def nodes(tree: ast.AST, functions: bool, types: bool) -> Iterator[ast.AST]:
+def nodes(tree, functions, types):
     """The nodes of a module, with those inside of functions and of ``if
     TYPE_CHECKING`` or without.
     """
@@ -97,7 +96,7 @@ def nodes(tree: ast.AST, functions: bool, types: bool) -> Iterator[ast.AST]:
             yield from nodes(node, functions, types)
 
 
-def imports_of(path: str, source: str, functions: bool = True, types: bool = True) -> Iterator[str]:
+def imports_of(path, source, functions=True, types=True):
     """The dotted names that a file imports."""
     package = ["shardkit", *path.split("/")[:-1]]
     for node in nodes(ast.parse(source), functions, types):
@@ -109,7 +108,7 @@ def imports_of(path: str, source: str, functions: bool = True, types: bool = Tru
             yield from (f"{start}.{alias.name}" for alias in node.names)
 
 
-def forbidden_imports(path: str, source: str) -> list[str]:
+def forbidden_imports(path, source):
     layer = layer_of(path)
     if layer not in ALLOWED:
         return [f"{path}: the layer {layer!r} is not in ALLOWED. Add it, with what it may import"]
@@ -129,7 +128,7 @@ def forbidden_imports(path: str, source: str) -> list[str]:
     ]
 
 
-def circle(sources: dict[str, str]) -> list[str]:
+def circle(sources):
     """Modules that import each other in a circle, or none; ``sources`` by path below ``shardkit/``.
 
     Also through functions and for types, which only hide it.
@@ -140,7 +139,7 @@ def circle(sources: dict[str, str]) -> list[str]:
     modules = {
         path: ".".join(["shardkit", *stem.split("/")]).rstrip(".") for path, stem in stems.items()
     }
-    graph: dict[str, set[str]] = {}
+    graph = {}
     for path, source in sources.items():
         names = imports_of(path, source)
         found = {name if name in modules.values() else name.rpartition(".")[0] for name in names}
@@ -152,7 +151,7 @@ def circle(sources: dict[str, str]) -> list[str]:
     return []
 
 
-def private_torch_names(path: str, source: str) -> list[str]:
+def private_torch_names(path, source):
     if path.startswith(PRIVATE_NAMES):
         return []
     return [
@@ -160,7 +159,7 @@ def private_torch_names(path: str, source: str) -> list[str]:
     ]
 
 
-def underscored(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def underscored(tree):
     """Underscored parts of imports from torch, and underscored attributes of anything but self and
     cls.
     """
@@ -186,14 +185,14 @@ def underscored(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def calls_of(names: set[str], owners: set[str]) -> Callable[[str, str], list[str]]:
+def calls_of(names, owners):
     """The rule that only ``owners``, modules or packages by their paths, call these functions."""
 
-    def rule(path: str, source: str) -> list[str]:
+    def rule(path, source):
         if path.removesuffix(".py") in owners or layer_of(path) in owners:
             return []
         calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]

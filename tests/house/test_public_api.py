@@ -6,7 +6,6 @@
 import inspect
 import re
 import subprocess
-from collections.abc import Iterator
 from types import ModuleType
 
 import torch.distributed.fsdp
@@ -38,7 +37,7 @@ PUBLIC_MODULES = (
 )
 
 
-def public(module: ModuleType) -> dict[str, object]:
+def public(module):
     """The names of a package that are not its submodules."""
     # whose names are loaded when they are asked for
     names = module.__all__ if module is shardkit else vars(module)
@@ -48,7 +47,7 @@ def public(module: ModuleType) -> dict[str, object]:
 
 def test_the_public_names_are_those_of_the_stub():
     assert {"shard_model", "plan_model", "OffloadPolicy"} <= NAMES == public(shardkit).keys()
-    star: dict[str, object] = {}
+    star = {}
     exec("from shardkit import *", star)
     assert star.keys() - {"__builtins__"} == NAMES
     assert len(NAMES) <= MOST
@@ -57,7 +56,7 @@ def test_the_public_names_are_those_of_the_stub():
 # --- Documented -----------------------------------------------------------------------------------
 
 
-def ours() -> Iterator[tuple[str, object]]:
+def ours():
     """Every public function and class that is not torch's, and every public method and property of
     the classes.
     """
@@ -68,7 +67,7 @@ def ours() -> Iterator[tuple[str, object]]:
                 yield from methods(f"{package.__name__}.{name}", value)
 
 
-def methods(name: str, cls: object) -> Iterator[tuple[str, object]]:
+def methods(name, cls):
     for attribute, value in vars(cls).items() if isinstance(cls, type) else ():
         value = (
             getattr(value, "fget", None)
@@ -79,7 +78,7 @@ def methods(name: str, cls: object) -> Iterator[tuple[str, object]]:
             yield f"{name}.{attribute}", value
 
 
-def undocumented(name: str, value: object) -> list[str]:
+def undocumented(name, value):
     # A dataclass without a docstring gets its signature for one.
     own = value.__dict__.get("__doc__") if isinstance(value, type) else value.__doc__
     return (

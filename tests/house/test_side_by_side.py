@@ -52,7 +52,7 @@ def run(tmp_path):
     for number in range(side_by_side.WORTH_IT):
         (tmp_path / f"test_other{number}.py").write_text(OTHERS)
 
-    def run(*options: str, **files: str) -> tuple[int, str]:
+    def run(*options, **files):
         for name, text in files.items():
             (tmp_path / f"test_{name}.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *options]

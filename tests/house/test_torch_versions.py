@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "torch-versions.md"
 
 
-def offered() -> set[str]:
+def offered():
     """Every argument of ``fully_shard`` and its policies, and every public method of
     ``FSDPModule``.
     """
@@ -76,7 +75,7 @@ OURS = {"self", "_fsdp", "watch", "hold"}
 SUBCLASSES = ("plain.py",)  # of FSDP2's classes, so that ``self`` has torch's names there
 
 
-def used() -> set[str]:
+def used():
     """The private names of torch in the folders that may use them."""
     found = set(PLAIN)
     for path in (path for folder in FOLDERS for path in (ROOT / "shardkit" / folder).glob("*.py")):
@@ -86,7 +85,7 @@ def used() -> set[str]:
     return found - NOT_TORCHS
 
 
-def _names(tree: ast.Module, ours: set[str]) -> Iterator[str]:
+def _names(tree, ours):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ours:
             yield node.attr
@@ -96,7 +95,7 @@ def _names(tree: ast.Module, ours: set[str]) -> Iterator[str]:
             yield node.value.rpartition(".")[2]
 
 
-def missing(names: set[str]) -> set[str]:
+def missing(names):
     """Those that nothing of the imported torch has: an object of a small model after one backward,
     a class or a module.
     """
@@ -145,7 +144,7 @@ def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch):
         type("Scaler", (UnscalingGradScaler,), {})
 
 
-def check_without_gpu(backend: str | None):
+def check_without_gpu(backend):
     """Each way to begin ends on the CPU or in an error that says so."""
     dist.destroy_process_group()
     del os.environ["RANK"], os.environ["WORLD_SIZE"]  # which the pool sets, and sets again
@@ -164,7 +163,7 @@ def check_without_gpu(backend: str | None):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("backend", [None, "", "gloo"], ids=["no group", "no backend", "gloo"])
 def test_without_a_gpu_everything_is_on_the_cpu_also_with_a_wheel_for_cuda(
-    backend: str | None,
+    backend,
 ):
     with RankPool(1) as rank:
         rank.run(check_without_gpu, backend)

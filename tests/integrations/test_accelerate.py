@@ -27,7 +27,7 @@ from shardkit.integrations import keep_sharded
 packages("accelerate.accelerator", "transformers.models.llama.modeling_llama")
 
 
-def loader() -> DataLoader:
+def loader():
     return DataLoader(rows(), batch_size=BATCH // dist.get_world_size())
 
 

@@ -4,7 +4,6 @@ and 4 ranks.
 
 import inspect
 from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
@@ -21,25 +20,23 @@ from other_trainers import (
     tiny,
     torchrun,
 )
-from torch import nn
 from transformers.distributed import DistributedConfig
 
 from shardkit import MixedPrecisionPolicy, shard_model, sharded_average, step_on_whole_matrices
 from shardkit.checkpoint import save_pretrained
 from shardkit.errors import ShardkitError
 from shardkit.integrations import keep_sharded
-from shardkit.state.average import ShardedAverage
 
 packages("accelerate", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def logged(trainer: Any, name: str) -> list[float]:
+def logged(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def checkpointing() -> str:
+def checkpointing():
     """The flag's name, which transformers changed."""
     from transformers import TrainingArguments
 
@@ -78,9 +75,7 @@ def test_the_trainer_of_the_page(tmp_path):
         assert_same(full(LlamaForCausalLM.from_pretrained(tmp_path / "streamed")), full(model))
 
 
-def short_run(
-    folder: Any, *, plan: Any = None, optimizer: Any = None, first: Any = None, **options: Any
-) -> Any:
+def short_run(folder, *, plan=None, optimizer=None, first=None, **options):
     """Three steps of Trainer; returns it and the model."""
     from transformers import Trainer, TrainingArguments
 
@@ -107,20 +102,20 @@ def short_run(
     return trainer
 
 
-def ema(model: nn.Module, made: list[ShardedAverage]) -> Any:
+def ema(model, made):
     """A callback that averages the weights of each step."""
     from transformers import TrainerCallback
 
     made.append(sharded_average(model, 0.5))
 
     class Average(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any):
+        def on_step_end(self, *args, **kwargs):
             made[0].update_parameters(model)
 
     return Average()
 
 
-def muon(model: nn.Module) -> torch.optim.Optimizer:
+def muon(model):
     matrices = [param for param in model.parameters() if param.ndim == 2]
     return step_on_whole_matrices(torch.optim.Muon(matrices, lr=1e-3))
 
@@ -132,7 +127,7 @@ def test_flags_of_the_trainer_change_nothing_else(tmp_path):
         # before any training, too
         reference = short_run(tmp_path, first=lambda trainer: trainer.evaluate())
         plain.assert_like(reference.model)
-        averages: list[ShardedAverage] = []
+        averages = []
         short_run(
             tmp_path, first=lambda trainer: trainer.add_callback(ema(trainer.model, averages))
         )
@@ -172,11 +167,11 @@ def test_optimizers_step_as_they_can(tmp_path):
         def step(self, closure=None):
             return super().step(closure)
 
-    def steps_on(run: Any) -> str:
+    def steps_on(run):
         ways = ("steps_on_local_shards", "steps_on_whole_matrices")
         return " ".join(way for way in ways if hasattr(type(run.optimizer.optimizer), way))
 
-    def by_hand(model: nn.Module) -> torch.optim.Optimizer:
+    def by_hand(model):
         options = {"scale_parameter": False, "relative_step": False, "weight_decay": 0.0}
         return step_on_whole_matrices(Adafactor(list(model.parameters()), lr=LR, **options))
 
@@ -200,7 +195,7 @@ def test_adapters(tmp_path):
 
     train = of_the_page("with_trainer")
 
-    def build() -> nn.Module:
+    def build():
         base = tiny()  # seeds the adapters too
         return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
@@ -220,7 +215,7 @@ def test_adapters(tmp_path):
 
 @on_ranks(2, timeout=120)
 def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
-    def error(**options: Any) -> str:
+    def error(**options):
         with pytest.raises(ShardkitError) as raised, torchrun():
             short_run(tmp_path, **options)
         return str(raised.value)
@@ -247,7 +242,7 @@ def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
 # transformers' own sharding.
 
 
-def gpt2() -> nn.Module:
+def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {

@@ -3,7 +3,6 @@ against one process.
 """
 
 import os
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +13,7 @@ from other_trainers import assert_same, full, of_the_page, packages, tiny, torch
 packages("trl.trainer.sft_trainer", "transformers.models.llama.modeling_llama", "datasets")
 
 
-def tokenizer() -> Any:
+def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -26,7 +25,7 @@ def tokenizer() -> Any:
     )
 
 
-def texts() -> Any:
+def texts():
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +47,7 @@ def test_sft(tmp_path):
     assert losses == pytest.approx(alone(folder), abs=4e-3)  # bf16: 8 bits
 
 
-def alone(folder: str) -> list[float]:
+def alone(folder):
     """The losses of the same trainer without sharding, of the same global batches,
     in this process.
     """

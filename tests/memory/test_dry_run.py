@@ -3,9 +3,7 @@ anything trains.
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +12,12 @@ from cpu_ranks import on_ranks
 from hook_models import differences
 from meshes import mesh_of
 from small_models import Block, Decoder, snapshot
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import (
     MeshSpec,
     MixedPrecisionPolicy,
-    ShardingPlan,
     group,
     init_on_meta,
     plan_model,
@@ -40,9 +37,9 @@ class Hidden(nn.Module):
         self.embed = nn.Embedding(11, 8)
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(8, 11, bias=False)
-        self.calls: list[str] = []
+        self.calls = []
 
-    def parts(self) -> tuple[Any, ...]:
+    def parts(self):
         return self.layers[0].norm, self.layers[1].forward, getattr(self.embed, "weight")  # noqa: B009
 
     def forward(self, x):
@@ -57,7 +54,7 @@ class Hidden(nn.Module):
 class Methods(nn.Module):
     """Two units, of which one has a method that the model calls."""
 
-    def __init__(self, dim: int = 8):
+    def __init__(self, dim=8):
         super().__init__()
         self.vae = Block(dim)
         self.vae.encode = self.vae.forward
@@ -67,17 +64,17 @@ class Methods(nn.Module):
         return self.vae.encode(x)
 
 
-def hidden() -> Hidden:
+def hidden():
     torch.manual_seed(0)
     return Hidden()
 
 
-def units(plan: ShardingPlan) -> list[str]:
+def units(plan):
     return [unit.name for unit in plan.units]
 
 
 @pytest.mark.parametrize("batch", [(torch.randn(2, 8),), {"x": torch.randn(2, 8)}])
-def test_the_default_rule_leaves_units_out_that_are_used_outside(batch: Any):
+def test_the_default_rule_leaves_units_out_that_are_used_outside(batch):
     model = hidden()
     before = snapshot(model)
     assert units(plan_model(model, mesh=TWO)) == [
@@ -153,7 +150,7 @@ def test_methods_that_gather_and_units_that_are_not_called():
 
 
 @pytest.mark.parametrize("through", ["itself", "data", "a view"])
-def test_a_parameter_that_forward_writes_is_noted(through: str):
+def test_a_parameter_that_forward_writes_is_noted(through):
     class Codebook(Block):
         def forward(self, x):
             weight = self.norm.weight
@@ -167,7 +164,7 @@ def test_a_parameter_that_forward_writes_is_noted(through: str):
     assert "wrong gradients" in note
 
 
-def test_what_shard_model_cannot_cure_is_logged(caplog: pytest.LogCaptureFixture):
+def test_what_shard_model_cannot_cure_is_logged(caplog):
     class Masked(Block):
         def forward(self, x):
             self.up.weight.data *= 0.5  # PixelCNN
@@ -183,7 +180,7 @@ class Filling(nn.Module):
     computes with it: the cache of Wan's VAE.
     """
 
-    def __init__(self, cache: Any):
+    def __init__(self, cache):
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.cache = nn.ModuleList(FillingBlock() for _ in range(2)), cache
@@ -196,19 +193,19 @@ class Filling(nn.Module):
 
 
 class FillingBlock(Block):
-    def forward(self, x: Tensor, cache: Any) -> Tensor:
+    def forward(self, x, cache):
         x = super().forward(x)
         cache.append(x) if isinstance(cache, list) else cache[0].update({len(cache[0]): x})
         return x
 
 
-def filling() -> Filling:
+def filling():
     return Filling([])
 
 
 @pytest.mark.parametrize("cache", [[], ({},)])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_blocks_that_fill_lists_are_left_out(cache: Any, dtype: torch.dtype | None):
+def test_blocks_that_fill_lists_are_left_out(cache, dtype):
     x, policy = torch.randn(2, 8, requires_grad=True), MixedPrecisionPolicy(dtype)
     plan = plan_model(Filling(cache), mesh=TWO, example_batch=x, mp_policy=policy)
     assert units(plan) == ["(root)"]
@@ -230,7 +227,7 @@ def test_what_fills_lists_without_gradients_is_a_unit():
 
 def test_a_list_of_the_batch_that_the_model_fills_is_noted():
     class Collecting(Decoder):
-        def forward(self, tokens: Tensor, seen: list[Tensor]) -> Tensor:
+        def forward(self, tokens, seen):
             logits = super().forward(tokens)
             seen.append(logits)
             return logits
@@ -292,7 +289,7 @@ def test_blocks_whose_input_or_output_is_changed_in_place_are_left_out():
 
 def test_lists_that_a_unit_reads_are_not_noted():
     class Reading(FillingBlock):
-        def forward(self, x: Tensor, cache: Any) -> Tensor:
+        def forward(self, x, cache):
             return Block.forward(self, x) + cache[0]
 
     model = Filling([torch.ones(8, requires_grad=True)])
@@ -328,7 +325,7 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error():
 
 @pytest.mark.parametrize("build", [hidden, filling, Changing])
 @on_ranks(2)
-def test_what_is_left_out_trains_as_the_plain_model_does(build: Callable[[], nn.Module]):
+def test_what_is_left_out_trains_as_the_plain_model_does(build):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     plain, model = build(), shard_model(build(), mesh=mesh_of((2,)), example_batch=x)
     for each in (plain, model):

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import transformers
 from memory_count import counted_peak
 from small_models import Block, Decoder
 from small_moe import MoE
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -25,7 +23,6 @@ from shardkit import (
     MeshSpec,
     MixedPrecisionPolicy,
     PlanError,
-    ShardingPlan,
     accumulate,
     by_class,
     by_name,
@@ -46,24 +43,24 @@ TOKENS = torch.randint(0, 101, (3, 40))
 IN_SUITE = ["gemma2", "lora", "own_checkpointing", "resnet", "t5"]
 
 
-def decoder(tied: bool = False, layers: int = 4) -> Decoder:
+def decoder(tied=False, layers=4):
     return Decoder(layers=layers, dim=24, vocabulary=101, tied=tied)
 
 
-def mean(output: Any) -> torch.Tensor:
+def mean(output):
     loss = getattr(output, "loss", None)
     loss = output if loss is None else loss
     return (loss if isinstance(loss, torch.Tensor) else loss[0]).float().square().mean()
 
 
-def predicted_peak(model: nn.Module, plan: ShardingPlan, batch: Any) -> int:
+def predicted_peak(model, plan, batch):
     step = trace(model, plan, batch, loss=mean)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     points = timeline(plan, step, OptimizerBytes.of("none"), buffers)
     return max(point.total for point in points) - step.batch_bytes
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "default": {},
     "tied": {},
     "tied, half precision": {"mp_policy": HALF},
@@ -90,20 +87,20 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_predicted_is_counted(case: str):
+def test_predicted_is_counted(case):
     model = decoder("tied" in case)
     plan = plan_model(model, **({"mesh": MeshSpec.sharded(8)} | CASES[case]))
     expected = predicted_peak(model, plan, TOKENS)
     assert counted_peak(model, plan, lambda m: mean(m(TOKENS)).backward()) == expected
 
 
-def micro_steps(model: nn.Module, keep: Any = None):
+def micro_steps(model, keep=None):
     for micro in range(3):
         with accumulate(model, last=micro == 2, keep_unsharded=keep):
             mean(model(TOKENS)).backward()
 
 
-def partly_frozen(*frozen: str) -> nn.Module:
+def partly_frozen(*frozen):
     model = decoder()
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
@@ -114,7 +111,7 @@ def partly_frozen(*frozen: str) -> nn.Module:
 @pytest.mark.parametrize(
     "frozen", [(), ("embed", "layers.0", "layers.2")], ids=["all train", "frozen"]
 )
-def test_predicted_is_counted_with_micro_batches(frozen: tuple[str, ...], keep: bool | str | None):
+def test_predicted_is_counted_with_micro_batches(frozen, keep):
     model = partly_frozen(*frozen)
     plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=HALF)
     # What ``accumulate`` keeps is as in a plan that keeps it.
@@ -143,7 +140,7 @@ def test_a_budget_counts_what_micro_batches_keep():
 
 
 @pytest.mark.parametrize("case", ["default", "hybrid"])
-def test_predicted_is_counted_on_other_dims(case: str):
+def test_predicted_is_counted_on_other_dims(case):
     """torch copies what is not on dim 0 once more when it gathers, and when it reduces."""
     model = MoE(layers=3, dim=24, experts=3)
     plan = plan_model(model, **({"mesh": MeshSpec.sharded(8)} | CASES[case]))
@@ -162,7 +159,7 @@ def test_predicted_is_counted_on_other_dims(case: str):
 @pytest.mark.parametrize(
     "settings", [{}, {"mp_policy": HALF, "checkpoint_activations": "selective"}], ids=str
 )
-def test_predicted_is_counted_beside_tensor_parallelism(settings: dict[str, Any]):
+def test_predicted_is_counted_beside_tensor_parallelism(settings):
     """Ranks along "tp" have other columns, other tokens between the layers, and uneven vocabularies."""
     model, tokens = decoder(), Shard(1)
     layers = {
@@ -206,7 +203,7 @@ def test_predicted_is_counted_where_blocks_share_a_unit():
 
 
 @pytest.mark.parametrize("name", IN_SUITE)
-def test_predicted_is_counted_in_the_zoo(name: str):
+def test_predicted_is_counted_in_the_zoo(name):
     entry = ZOO[name]
     model, batch = entry.build(), entry.batch(0)
     plan = plan_model(model, mesh=MeshSpec.sharded(4))
@@ -237,12 +234,12 @@ def test_what_reads_values_is_measured_on_copies():
 
 
 @pytest.mark.parametrize("policy", [True, "selective"])
-def test_a_hub_config_that_asks_for_a_cache_is_traced_without(policy: bool | str):
+def test_a_hub_config_that_asks_for_a_cache_is_traced_without(policy):
     """Checkpointed blocks would fill it twice; the model that runs has to be told so, the one that
     is planned not.
     """
 
-    def build(**cache: bool) -> nn.Module:
+    def build(**cache):
         config = transformers.LlamaConfig(
             vocab_size=101,
             hidden_size=32,
@@ -276,7 +273,7 @@ class Llama(transformers.LlamaForCausalLM):
 
 
 TILES = {"**.mlp": 5}
-IN_TILES: dict[str, dict[str, Any]] = {
+IN_TILES = {
     "whole": {"units": ["model.layers.*"]},
     "tiles": {"units": "model.layers.*", "tiles": TILES},
     "checkpointed": {"units": [by_name("model.layers.*", checkpoint_activations=True)]},

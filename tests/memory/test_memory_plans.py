@@ -20,13 +20,12 @@ from shardkit import (
     MeshSpec,
     MixedPrecisionPolicy,
     PlanError,
-    ShardingPlan,
     api,
     apply_plan,
     plan_model,
     shard_model,
 )
-from shardkit.memory import BudgetPlan, estimate, plan_for_budget
+from shardkit.memory import estimate, plan_for_budget
 from shardkit.memory.budget import limit_of
 from shardkit.memory.tracing import trace
 from shardkit.testing import distributed, fake_world
@@ -43,7 +42,7 @@ def test_an_optimizer_by_name_or_by_its_bytes():
     assert str(by_name).startswith("bytes on each of 8 ranks at the peak")
 
 
-def on(ranks: int, model: nn.Module) -> ShardingPlan:
+def on(ranks, model):
     return plan_model(model, mesh=MeshSpec.sharded(ranks))
 
 
@@ -103,7 +102,7 @@ class Remembering(nn.Module):
         self.lock, self.later = threading.Lock(), self.total + torch.ones((), requires_grad=True)
         self.register_forward_hook(functools.partial(lambda lock, *_: None, threading.Lock()))
         inner = self.model.forward
-        self.model.forward = lambda tokens: inner(tokens) * 2  # type: ignore[method-assign]
+        self.model.forward = lambda tokens: inner(tokens) * 2
 
     def forward(self, tokens):
         if not hasattr(self, "scale"):
@@ -123,7 +122,7 @@ class Remembering(nn.Module):
         return out + self.running + self.total + self.later
 
 
-def held(value: object) -> object:
+def held(value):
     """All that can be reached, as plain values and names of the types of what
     cannot be compared.
     """
@@ -147,10 +146,10 @@ def test_a_trace_leaves_all_that_is_reachable_from_the_model_as_it_is():
     model, twin = Remembering(), Remembering()
     twin.load_state_dict(model.state_dict())
 
-    def bad(_: Tensor) -> Tensor:
+    def bad(_):
         raise ValueError
 
-    def state() -> object:
+    def state():
         return held(model), [id(module) for module in model.modules()]
 
     for _ in range(2):  # before the model has run, and after
@@ -174,7 +173,7 @@ def test_a_trace_leaves_transformers_masks_of_real_positions_as_they_are():
     """Another thread may build a model's masks meanwhile."""
     packed, found = torch.tensor([[0, 1, 2, 0, 1]]), []
 
-    def loss(output: Tensor) -> Tensor:
+    def loss(output):
         found.append(masking_utils.find_packed_sequence_indices(packed))
         found.append(masking_utils.find_packed_sequence_indices(output.argmax(-1)))
         return output.mean()
@@ -186,7 +185,7 @@ def test_a_trace_leaves_transformers_masks_of_real_positions_as_they_are():
 
 
 @pytest.mark.parametrize("share", [0.999, 0.75, 0.6])
-def test_a_plan_for_a_budget_never_exceeds_it_when_it_runs(share: float):
+def test_a_plan_for_a_budget_never_exceeds_it_when_it_runs(share):
     model = decoder(layers=6)
     most = estimate(model, on(8, model), batch=TOKENS, loss=mean, optimizer="none")[
         "ZeRO-2"
@@ -205,7 +204,7 @@ def test_the_order_of_a_budget():
     model = decoder(layers=6)
     sharded = estimate(model, on(16, model), batch=TOKENS, loss=mean)["ZeRO-3"].peak.total
 
-    def chosen(budget: int) -> BudgetPlan:
+    def chosen(budget):
         return plan_for_budget(model, budget, on(16, model), batch=TOKENS, loss=mean, reserve=0)
 
     assert chosen(sharded).name == "everything sharded"
@@ -230,7 +229,7 @@ def test_the_order_of_a_budget():
 def test_a_budget_where_selective_checkpointing_fails():
     """A ReLU in place changes the products that it would keep."""
 
-    def block() -> nn.Module:
+    def block():
         return nn.Sequential(nn.Linear(8, 32), nn.ReLU(inplace=True), nn.Linear(32, 8))
 
     model = nn.Sequential(*(block() for _ in range(6)))
@@ -295,7 +294,7 @@ class PostNorm(nn.Module):
 
 @distributed(world_size=2)
 def test_a_budget_checkpoints_blocks_with_tiles():
-    def build() -> nn.Module:
+    def build():
         torch.manual_seed(0)
         return nn.Sequential(*(PostNorm() for _ in range(3))).double()
 

@@ -1,47 +1,42 @@
 """What a rank holds after a step is what was predicted."""
 
-from typing import Any
-
 import pytest
 import torch
 from memory_count import held, predicted_held
 from test_memory import CASES as PLANS
 from test_memory import TOKENS, decoder, mean
-from torch import nn
 
 from shardkit import (
     MeshSpec,
     PlanError,
-    ShardingPlan,
     apply_plan,
     optimizer_in_backward,
     plan_model,
 )
 from shardkit.memory import estimate
-from shardkit.memory.allocations import Prediction
 from shardkit.testing import fake_world
 
 HELD = ("parameters", "gradients", "optimizer", "unsharded")
 BATCH = TOKENS[:1]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     return torch.optim.AdamW(model.parameters(), foreach=False)
 
 
-def after_a_step(model: nn.Module) -> dict[str, int]:
+def after_a_step(model):
     optimizer = adamw(model)
     mean(model(BATCH)).backward()
     optimizer.step()
     return held(model, optimizer)
 
 
-def row_of(model: nn.Module, plan: ShardingPlan, **arguments: Any) -> Prediction:
+def row_of(model, plan, **arguments):
     """Of the plan itself; ``estimate`` makes this row from a plan that shards over all ranks."""
     return estimate(model, plan=plan, batch=BATCH, loss=mean, **arguments)["ZeRO-3"]
 
 
-def steps_bytes(model: nn.Module) -> int:
+def steps_bytes(model):
     """AdamW's step counters, a float32 on the CPU for each trained parameter, which are not
     predicted.
     """
@@ -54,7 +49,7 @@ CASES["ignored"] = {"ignored_params": ["norm.weight", "norm.bias", "layers.1.up.
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_held_after_a_step_is_what_was_predicted(case: str):
+def test_what_is_held_after_a_step_is_what_was_predicted(case):
     model = decoder("tied" in case)
     model.layers[0].up.weight.requires_grad_(False)
     plan = plan_model(model, mesh=MeshSpec.sharded(8), **CASES[case])

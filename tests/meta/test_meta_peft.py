@@ -38,7 +38,7 @@ def base():
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
 
 
-def adapted(model: nn.Module, kind: str) -> nn.Module:
+def adapted(model, kind):
     peft = pytest.importorskip("peft")
     if kind == "ia3":
         config = peft.IA3Config(

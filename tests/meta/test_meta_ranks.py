@@ -33,7 +33,7 @@ def test_zoo_on_four_ranks(shape):
             raise AssertionError(f"zoo model {name}") from error
 
 
-def uneven() -> nn.Module:
+def uneven():
     """Dim 0 not divisible by 4 ranks (7), smaller than 4 (3, 1)."""
     model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 3), nn.Linear(3, 1), nn.LayerNorm(1))
     nn.init.orthogonal_(model[1].weight)

@@ -23,7 +23,7 @@ BOUND = 30.0
 class Rank:
     """A rank of the program, in a process on a node, with the variables of torchrun."""
 
-    def __init__(self, folder: Path, node: nodes.Node, rank: int):
+    def __init__(self, folder, node, rank):
         self.node, self.folder = node, folder / f"rank{rank}"
         self.folder.mkdir()
         places = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
@@ -31,13 +31,13 @@ class Rank:
         variables = [f"{name}={value}" for name, value in places.items()]
         self.process = forks.start(self.folder, IN_NODE, str(node.pid), *variables, PROGRAM, folder)
 
-    def end(self, seconds: float) -> int | None:
+    def end(self, seconds):
         """Wait for the end, and return the exit code; None if it does not come."""
         self.process.join(seconds)
         return self.process.exitcode
 
     @property
-    def output(self) -> str:
+    def output(self):
         return "".join((self.folder / name).read_text() for name in ("stdout", "stderr"))
 
 

@@ -17,7 +17,7 @@ from shardkit.optim import check_optimizer, step_on_local_shards, step_on_whole_
 from shardkit.testing import fake_world
 
 
-def params() -> list[nn.Parameter]:
+def params():
     return [nn.Parameter(torch.ones(4, 4))]
 
 
@@ -149,17 +149,17 @@ def test_state_that_does_not_lie_like_its_parameter_is_refused():
 # check_optimizer.
 
 
-def net() -> nn.Sequential:
+def net():
     return nn.Sequential(
         nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2), nn.Linear(2, 2).requires_grad_(False)
     )
 
 
-def sgd(*params) -> torch.optim.SGD:
+def sgd(*params):
     return torch.optim.SGD(list(params), lr=0.1)
 
 
-def complaint(optimizer, model) -> str:
+def complaint(optimizer, model):
     with pytest.raises(ShardkitError) as caught:
         check_optimizer(optimizer, model)
     return str(caught.value)

@@ -18,7 +18,6 @@ from optim_nets import (
     trainable,
     two_nets,
 )
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -34,7 +33,7 @@ from shardkit.state import full_optimizer_state_dict
 from shardkit.testing import fake_world
 
 
-def backward(model: nn.Module, step: int):
+def backward(model, step):
     ids = torch.arange(10).view(2, 5).add(step + torch.distributed.get_rank()) % 7
     model(ids).square().mean().backward()
 
@@ -101,7 +100,7 @@ def test_only_one_units_gradients_are_alive():
     net = sharded_net((4,))
     optimizer_in_backward(net, factory("AdamW", fused=True))
     params = trainable(net)
-    buffers: list[tuple[str, weakref.ref]] = []
+    buffers = []
     alive, waiting = [], []
 
     def watch(name, param, step_one):
@@ -247,7 +246,7 @@ def test_what_is_unfrozen_later_is_stepped_or_refused():
     assert not torch.equal(local(net.blocks[1].weight), before)
 
 
-def hooks(model: nn.Module) -> list[object]:
+def hooks(model):
     hooks = []
     for param in model.parameters():
         hooks += (param._post_accumulate_grad_hooks or {}).values()

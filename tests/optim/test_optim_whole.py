@@ -9,7 +9,7 @@ import torch
 from cpu_ranks import on_ranks
 from grads_net import give_grads
 from meshes import mesh_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -37,7 +37,7 @@ class Net(nn.Module):
         self.norm = nn.Parameter(torch.ones(9))
 
 
-def build(shape: tuple[int, ...] | None, dtype: torch.dtype = torch.float64) -> Net:
+def build(shape, dtype=torch.float64):
     torch.manual_seed(0)
     net = Net().to(dtype)
     if shape is not None:
@@ -78,13 +78,13 @@ class PerTensor(torch.optim.Optimizer):
                 p.add_(state["mean"] / state["mean"].norm(), alpha=-group["lr"] / state["step"])
 
 
-def muon(net: Net) -> torch.optim.Optimizer:
+def muon(net):
     optimizer = torch.optim.Muon([layer.weight for layer in net.layers], lr=0.02, weight_decay=0.1)
     optimizer.add_param_group({"params": [net.experts, net.wide], "lr": 0.05})
     return optimizer
 
 
-def muon_by_hand(net: Net) -> torch.optim.Optimizer:
+def muon_by_hand(net):
     """The same on the plain net, whose experts are matrices of their own."""
     optimizer = torch.optim.Muon([layer.weight for layer in net.layers], lr=0.02, weight_decay=0.1)
     # views
@@ -100,7 +100,7 @@ MAKE = {
 }
 
 
-def run(net: Net, optimizer: torch.optim.Optimizer, steps: range):
+def run(net, optimizer, steps):
     for step in steps:
         net.zero_grad()
         give_grads(net, step, skip="layers.3.weight" if step == 1 else "")
@@ -112,7 +112,7 @@ def run(net: Net, optimizer: torch.optim.Optimizer, steps: range):
         optimizer.step()
 
 
-def full(net: nn.Module) -> dict[str, Tensor]:
+def full(net):
     return full_state_dict(net, rank0_only=False)
 
 
@@ -232,12 +232,12 @@ class Counting(PerTensor):
                 if p.grad is not None:
                     p.mul_(1 - 0.01 * counts)
 
-    def counts(self) -> object:
+    def counts(self):
         groups = [(group["step"], group["weight"], group["lr"]) for group in self.param_groups]
         return self.calls, self.state["k"], groups
 
 
-def counting(net: Net) -> Counting:
+def counting(net):
     optimizer = Counting(net.layers.parameters())
     optimizer.add_param_group({"params": [net.norm], "lr": 0.2})
     optimizer.add_param_group({"params": [net.experts, net.wide], "lr": 0.3})

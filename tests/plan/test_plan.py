@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import warnings
-from typing import Any
 
 import pytest
 import small_models
@@ -109,7 +108,7 @@ def test_json_round_trip():
         {"units": [{"modules": [""]}]},
     ],
 )
-def test_json_that_is_no_plan(edit: dict[str, object]):
+def test_json_that_is_no_plan(edit):
     with pytest.raises(PlanError):
         ShardingPlan.from_dict({**plan_model(Decoder(), mesh=EIGHT).to_dict(), **edit})
 
@@ -127,12 +126,12 @@ def test_diff_names_each_difference():
     assert "- prefetch: 0" in lines
 
 
-def sharding(model: nn.Module) -> list[object]:
+def sharding(model):
     """What ``fully_shard`` calls left behind: placements, groups, policies, resharding and
     prefetching.
     """
     step(model)  # torch decides the rest when the model first runs
-    facts: list[object] = []
+    facts = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -160,7 +159,7 @@ def sharding(model: nn.Module) -> list[object]:
     return facts
 
 
-def sharded_by_its_code(model: nn.Module, plan: ShardingPlan) -> nn.Module:
+def sharded_by_its_code(model, plan):
     """A copy of ``model`` that the torch code sharded, just as ``apply_plan`` does."""
     by_hand = copy.deepcopy(model)
     with fake_world(plan.mesh.size):
@@ -171,8 +170,8 @@ def sharded_by_its_code(model: nn.Module, plan: ShardingPlan) -> nn.Module:
     return by_hand
 
 
-def mesh_shape(param_group: object) -> tuple[int, ...] | None:
-    info = param_group.post_forward_mesh_info  # type: ignore[attr-defined]
+def mesh_shape(param_group):
+    info = param_group.post_forward_mesh_info
     return None if info is None else tuple(info.mesh.shape)
 
 
@@ -191,7 +190,7 @@ def mesh_shape(param_group: object) -> tuple[int, ...] | None:
         {**EVERYTHING, "units": EVERYTHING["units"][1:]},
     ],
 )
-def test_the_torch_code_gives_the_same_sharding(arguments: dict[str, object]):
+def test_the_torch_code_gives_the_same_sharding(arguments):
     model = Decoder(layers=4)
     plan = plan_model(model, **{"mesh": EIGHT, **arguments})
     assert "shardkit" not in plan.to_python()
@@ -231,7 +230,7 @@ NAMES = [
 @pytest.mark.parametrize(
     "arguments", [{}, {"units": [group("blocks.it's", "blocks.q{z}"), by_name("blocks.*.up")]}]
 )
-def test_the_torch_code_takes_any_name(arguments: dict[str, Any]):
+def test_the_torch_code_takes_any_name(arguments):
     model = Decoder(layers=0)
     model.blocks = nn.ModuleDict({name: Block() for name in NAMES})
     model.blocks["it's"].register_parameter("{}'\"", nn.Parameter(torch.ones(3)))
@@ -264,7 +263,7 @@ def test_an_int_to_reshard_to_is_what_torch_takes_it_for():
     assert gathers == [3, 2, 3, 2]
 
 
-def random_module(draw: st.DrawFn, depth: int) -> nn.Module:
+def random_module(draw, depth):
     """A tree of containers, blocks and layers, some of them frozen or of another dtype."""
     kind = draw(
         st.sampled_from(
@@ -285,7 +284,7 @@ def random_module(draw: st.DrawFn, depth: int) -> nn.Module:
 
 
 @st.composite
-def random_models(draw: st.DrawFn) -> nn.Module:
+def random_models(draw):
     class Model(nn.Module):
         def forward(self):
             """Never called."""
@@ -311,7 +310,7 @@ def random_models(draw: st.DrawFn) -> nn.Module:
     st.sampled_from([EIGHT, MeshSpec.hybrid(2, 4), MeshSpec.sharded(1)]),
     st.booleans(),
 )
-def test_the_default_rule_plans_any_model(model: nn.Module, mesh: MeshSpec, checkpoint: bool):
+def test_the_default_rule_plans_any_model(model, mesh, checkpoint):
     if not list(model.parameters()):
         return
     has_blocks = any(unit.blocks for unit in plan_model(model, mesh=mesh).units)

@@ -53,7 +53,7 @@ def test_what_cannot_be():
 
 
 @pytest.mark.parametrize("mesh", [EIGHT, MeshSpec.hybrid(2, 4)])
-def test_torch_shards_as_the_plan_says(mesh: MeshSpec):
+def test_torch_shards_as_the_plan_says(mesh):
     """By apply_plan, and by the torch code."""
     model = MoE(experts=8)
     plan = plan_model(model, mesh=mesh)
@@ -68,7 +68,7 @@ def test_torch_shards_as_the_plan_says(mesh: MeshSpec):
 # Which dim the default chooses: dim 0, unless some ranks would hold too much.
 
 
-def planned(*shapes: tuple[int, ...], mesh: MeshSpec, **options: object) -> ShardingPlan:
+def planned(*shapes, mesh, **options):
     """Of a model with one parameter of each shape, named by its place."""
     with torch.device("meta"):
         model = nn.Module()
@@ -91,7 +91,7 @@ def planned(*shapes: tuple[int, ...], mesh: MeshSpec, **options: object) -> Shar
         ((9,), 8, 0),
     ],
 )
-def test_one_parameter(shape: tuple[int, ...], ranks: int, dim: int):
+def test_one_parameter(shape, ranks, dim):
     plan = planned(shape, mesh=MeshSpec.sharded(ranks))
     assert dims_of(plan) == ({"p0": dim} if dim else {})
     hybrid = planned(shape, mesh=MeshSpec.hybrid(16, ranks))  # only the shard axis counts

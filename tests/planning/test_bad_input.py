@@ -3,7 +3,6 @@ model changed.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ EIGHT = MeshSpec.sharded(8)
             lambda fqn, module: {"tiles": 4} if fqn == "head" else fqn == "norm",
             ["<lambda> has an unknown", "tiles"],
         ),
-        (by_name("norm", replicate=True), ["by_name('norm') has an unknown setting, replicate"]),  # type: ignore[call-arg]
+        (by_name("norm", replicate=True), ["by_name('norm') has an unknown setting, replicate"]),
         # Two rules that claim one module.
         (
             [nn.LayerNorm, by_name("norm")],
@@ -84,10 +83,10 @@ EIGHT = MeshSpec.sharded(8)
         ),
     ],
 )
-def test_rules_that_cannot_be_followed(rule: object, parts: list[str]):
+def test_rules_that_cannot_be_followed(rule, parts):
     model = Decoder()
     with refused(model, *parts):
-        plan_model(model, units=rule, mesh=EIGHT)  # type: ignore[arg-type]
+        plan_model(model, units=rule, mesh=EIGHT)
 
 
 def test_tied_parameters_in_two_units():
@@ -148,7 +147,7 @@ def test_meshes_that_do_not_fit():
             with refused(model, f"mesh has the shape {shape} with axis names ('dp_shard',)"):
                 shard_model(model, mesh=init_device_mesh("cpu", shape))
         with refused(model, "mesh must be a DeviceMesh, a MeshSpec or None, got list"):
-            shard_model(model, mesh=[8])  # type: ignore[arg-type]
+            shard_model(model, mesh=[8])
         with refused(
             model, "mesh dp_shard=4 needs 4 ranks, and there are 8", "MeshSpec.sharded(8)"
         ):
@@ -208,7 +207,7 @@ def test_parameters_that_are_dtensors_already():
         (lambda: Decoder(tied=True), "aliases=('head.weight',)"),
     ],
 )
-def test_plan_of_another_model(make: Callable[[], nn.Module], part: str):
+def test_plan_of_another_model(make, part):
     model = make()
     with fake_world(8), refused(model, part, "Make the plan from this model"):
         apply_plan(model, plan_model(Decoder(layers=3), mesh=EIGHT))
@@ -221,7 +220,7 @@ def test_a_spec_is_no_mesh_to_apply_a_plan_on():
         fake_world(8),
         refused(model, "mesh must be a DeviceMesh or None, got MeshSpec", "Leave it out"),
     ):
-        apply_plan(model, plan, EIGHT)  # type: ignore[arg-type]
+        apply_plan(model, plan, EIGHT)
 
 
 def test_plan_edited_by_hand():

@@ -2,15 +2,13 @@
 it is read.
 """
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from cpu_ranks import on_ranks
 from hook_models import differences
 from meshes import mesh_of
 from small_models import Block
-from torch import Tensor, nn
+from torch import nn
 
 from shardkit import MeshSpec, plan_model, shard_model
 
@@ -26,7 +24,7 @@ class ReadTable(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(8, 11)
 
-    def _scores(self, x: Tensor) -> Tensor:
+    def _scores(self, x):
         return next(F.linear(x, self.table.weight) for _ in range(1))
 
     def forward(self, x):
@@ -43,14 +41,14 @@ class LateTable(ReadTable):
         self.table = None
         self.tokens = nn.Embedding(11, 8)
 
-    def _scores(self, x: Tensor) -> Tensor:
+    def _scores(self, x):
         return F.linear(x, getattr(self, "tokens").weight)  # noqa: B009
 
 
 class AsksForDtype(ReadTable):
     """A table whose dtype is asked for, as of Mamba's head; that is right on shards too."""
 
-    def _scores(self, x: Tensor) -> Tensor:
+    def _scores(self, x):
         return self.head(x.to(self.table.weight.dtype)) + self.table(
             torch.zeros(x.shape[:-1], dtype=torch.long)
         )
@@ -59,7 +57,7 @@ class AsksForDtype(ReadTable):
 class Layers(nn.Module):
     """Layers of one dtype that run one after another."""
 
-    def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype = torch.float32):
+    def __init__(self, layers, dtype=torch.float32):
         super().__init__()
         self.layers, self.dtype = nn.ModuleList(layers), dtype
 
@@ -70,7 +68,7 @@ class Layers(nn.Module):
         return x.clone()
 
 
-def attentions() -> nn.Module:
+def attentions():
     model = Layers(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3))
     model.layers[2].self_attn.out_proj = model.layers[0].self_attn.out_proj
     return model
@@ -88,7 +86,7 @@ class Routed(nn.Module):
         return x + self.up(self.norm(x)) * weights.amax(-1, keepdim=True).to(x.dtype)
 
 
-def routers() -> nn.Module:
+def routers():
     """bfloat16 layers with float32 routers, of which the weight is read."""
     model = Layers((Routed().bfloat16() for _ in range(2)), torch.bfloat16)
     for layer in model.layers:
@@ -109,7 +107,7 @@ class Scan(nn.Module):
         return x + self.up(x + self.bias) * self.A_log.exp().sum(-1).to(x.dtype)
 
 
-def scans() -> nn.Module:
+def scans():
     model = Layers(
         (nn.Sequential(nn.LayerNorm(8), Scan()).bfloat16() for _ in range(2)), torch.bfloat16
     )
@@ -194,14 +192,14 @@ class Rotary(nn.Module):
         super().__init__()
         self.freqs = nn.Parameter(torch.arange(8.0), requires_grad=False)
 
-    def rotate(self, x: Tensor) -> Tensor:
+    def rotate(self, x):
         return (x * self.freqs).cos()
 
     forward = rotate
 
 
 class RotaryBlock(Block):
-    def __init__(self, rotary: Rotary):
+    def __init__(self, rotary):
         super().__init__()
         self.rotary = rotary
 
@@ -209,7 +207,7 @@ class RotaryBlock(Block):
         return super().forward(self.rotary.rotate(x))
 
 
-def rotaries() -> nn.Module:
+def rotaries():
     rotary = Rotary()
     return Layers(RotaryBlock(rotary) for _ in range(3))
 
@@ -230,7 +228,7 @@ MODELS = {
 }
 
 
-def units(model: nn.Module) -> list[str]:
+def units(model):
     return [unit.name for unit in plan_model(model, mesh=TWO).units]
 
 
@@ -289,7 +287,7 @@ def test_a_tied_parameter_stays_where_one_of_its_modules_has_to_stay():
             self.head = nn.Linear(6, 11, bias=False)
             self.head.weight = self.embed.weight
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             return self.head(self.up(F.embedding(ids, self.embed.weight).double()).float()[..., :6])
 
     plan = plan_model(Reads(), mesh=MeshSpec.sharded(2))

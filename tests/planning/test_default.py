@@ -1,13 +1,10 @@
 """The default rule, on models as people write them: which units, and what is repaired and said."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from small_models import Block, Decoder
-from torch import Tensor
 
 from shardkit import MeshSpec, PlanError, plan_model
 
@@ -17,7 +14,7 @@ EIGHT = MeshSpec.sharded(8)
 class Model(nn.Module):
     """Any model made of the given parts; planning never calls it."""
 
-    def __init__(self, **parts: nn.Module | nn.Parameter):
+    def __init__(self, **parts):
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
@@ -26,11 +23,11 @@ class Model(nn.Module):
         """Never called."""
 
 
-def names(model: nn.Module) -> list[str]:
+def names(model):
     return [unit.name for unit in plan_model(model, mesh=EIGHT).units]
 
 
-def blocks(number: int = 2, dim: int = 8) -> nn.ModuleList:
+def blocks(number=2, dim=8):
     return nn.ModuleList(Block(dim) for _ in range(number))
 
 
@@ -38,22 +35,22 @@ class Expert(Block):
     """A block that only some tokens reach."""
 
 
-def routed() -> nn.Module:
+def routed():
     return Model(experts=nn.ModuleList(Expert() for _ in range(4)), gate=nn.Linear(8, 4))
 
 
-def shared(layer: nn.Module) -> nn.Module:
+def shared(layer):
     """A block with a layer that other blocks may share."""
     return Model(own=nn.Linear(3, 3), layer=layer)
 
 
-def paired() -> nn.Module:
+def paired():
     """A tower that calls the halves of its layers itself."""
     layers = nn.ModuleList(nn.ModuleList([Expert(), Block()]) for _ in range(2))
     return Model(layers=layers, norm=nn.LayerNorm(8))
 
 
-def stage(number: int, dim: int = 8) -> nn.Module:
+def stage(number, dim=8):
     return Model(blocks=blocks(number, dim), reduce=nn.Linear(dim, 2 * dim))
 
 
@@ -171,7 +168,7 @@ def stage(number: int, dim: int = 8) -> nn.Module:
         ),
     ],
 )
-def test_units(make: Callable[[], nn.Module], expected: list[str]):
+def test_units(make, expected):
     assert names(make()) == expected
 
 
@@ -186,7 +183,7 @@ def test_the_blocks_of_stages_are_units():
     assert [unit.name for unit in plan.units if unit.checkpoint_activations] == inside
 
 
-def branches() -> nn.Module:
+def branches():
     """An Inception's: they take the same input, so one after the other saves less than
     all at once.
     """
@@ -270,7 +267,7 @@ class MidLast(nn.Module):
 
 
 def test_an_example_batch_gives_the_order_of_units():
-    def order(**batch: Tensor) -> list[str]:
+    def order(**batch):
         plan = plan_model(MidLast(), mesh=EIGHT, **batch)
         return [unit.name for unit in plan.execution_order()]
 
@@ -313,7 +310,7 @@ def test_an_example_batch_shows_a_head_that_is_registered_first():
 
 
 @pytest.mark.parametrize("number", [40, 400])
-def test_the_root_keeps_a_tenth_of_many_layers(number: int):
+def test_the_root_keeps_a_tenth_of_many_layers(number):
     """Plain layers that are small by themselves, beside blocks of their size."""
     pairs = [layer for _ in range(number) for layer in (Block(), nn.Linear(8, 8), nn.LayerNorm(8))]
     plan = plan_model(Model(layers=nn.ModuleList(pairs)), mesh=EIGHT)

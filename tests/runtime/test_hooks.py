@@ -21,7 +21,7 @@ from hook_models import (
     vectors,
 )
 from small_models import Decoder, step
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -119,11 +119,11 @@ def test_reentrant_checkpointing_keeps_its_collectives():
 # requires_grad_() on what a forward with grad has left unsharded.
 
 
-def set_by_parameter(model: nn.Module, saved: list[nn.Parameter], trains: bool):
+def set_by_parameter(model, saved, trains):
     model.head.weight.requires_grad = trains
 
 
-def set_by_list(model: nn.Module, saved: list[nn.Parameter], trains: bool):
+def set_by_list(model, saved, trains):
     """As a GAN freezes its discriminator, by a list of parameters from before."""
     for param in saved:
         param.requires_grad_(trains)
@@ -185,14 +185,14 @@ def test_a_part_that_is_frozen_for_a_reference_in_each_step_trains():
 # Entries besides the root's forward.
 
 
-def by_children(model: nn.Module, seed: int) -> Tensor:
+def by_children(model, seed):
     x = model.embed(tokens(seed))
     for layer in model.layers:
         x = layer(x)
     return model.head(model.norm(x)).square().mean()
 
 
-def of_a_block(model: nn.Module, seed: int) -> Tensor:
+def of_a_block(model, seed):
     return model.layers[1](vectors(seed)[0]).square().mean()
 
 
@@ -371,18 +371,18 @@ def test_a_head_alone_that_is_in_a_unit_with_the_norm_does_not_step_silently():
 # Double backward: refused outside of its context, and inside equal to the plain model's.
 
 
-def penalty(model: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+def penalty(model, real, fake):
     """A gradient penalty, as of WGAN-GP."""
     between = ((real + fake) / 2).requires_grad_()
     (grad,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
     return (grad.norm(dim=-1) - 1).square().mean()
 
 
-def penalty_alone(model: nn.Module, seed: int) -> Tensor:
+def penalty_alone(model, seed):
     return penalty(model, *vectors(seed, seed + 9))
 
 
-def penalty_first(model: nn.Module, seed: int) -> Tensor:
+def penalty_first(model, seed):
     """Other forwards, with and without grad, run between the two backwards."""
     real, fake = vectors(seed, seed + 9)
     found = penalty(model, real, fake)
@@ -489,11 +489,11 @@ def test_without_the_context_it_is_refused():
 class NestedOutputs(Critic):
     """Outputs that are nested, or read once; and a method that gathers."""
 
-    def forward(self, x: Tensor, kind: str = "nested") -> object:
+    def forward(self, x, kind="nested"):
         out = super().forward(x)
         return {"a": ({"b": out},)} if kind == "nested" else (each for each in (out, out))
 
-    def score(self, x: Tensor) -> Tensor:
+    def score(self, x):
         return Critic.forward(self, x)
 
 

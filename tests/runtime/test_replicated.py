@@ -4,8 +4,6 @@ argument.
 
 import itertools
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from cpu_ranks import on_ranks
 from meshes import mesh_of
 from plain_and_sharded import assert_trains_like_plain
 from small_models import Decoder
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -46,7 +44,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.gain = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x: Tensor, gained: bool = True) -> Tensor:
+    def forward(self, x, gained=True):
         y = self.linear(x).tanh()
         return x + (y * self.gain if gained else y)
 
@@ -65,40 +63,40 @@ class Net(nn.Module):
         self.blocks[0].gain.requires_grad_(False)
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, gained: bool = True) -> Tensor:
+    def forward(self, x, gained=True):
         for block in self.blocks:
             x = block(x, gained)
         return self.head(torch.cat([x, self.none])) * self.scale.exp()
 
-    def generate(self, x: Tensor) -> Tensor:
+    def generate(self, x):
         return self(x)
 
 
 NORMS = {"replicate": nn.LayerNorm}
 
 
-def agreed(build: Callable[[], nn.Module]) -> nn.Module:
+def agreed(build):
     torch.manual_seed(0)
     return build()
 
 
-def net() -> Net:
+def net():
     return agreed(Net)
 
 
-def tokens(seed: int) -> Tensor:
+def tokens(seed):
     return (torch.arange(6) + seed).view(2, 3) % 11
 
 
-def batch(seed: int) -> Tensor:
+def batch(seed):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(model: nn.Module, seed: int, **arguments: bool) -> Tensor:
+def loss_of(model, seed, **arguments):
     return model(batch(seed), **arguments).square().mean()
 
 
-def grads(model: nn.Module) -> dict[str, Tensor | None]:
+def grads(model):
     full = {name: None if p.grad is None else p.grad for name, p in model.named_parameters()}
     return {
         name: grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -106,7 +104,7 @@ def grads(model: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]):
+def assert_same(found, expected):
     """Sums of two ranks' gradients: the plain model rounds them in another place, so a few units in
     the last place.
     """
@@ -122,7 +120,7 @@ def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | No
     assert all(torch.equal(each, ranks[0]) for each in ranks), "ranks apart"
 
 
-def both(seeds: list[int], divisor: int = 1, **arguments: bool) -> dict[str, Tensor | None]:
+def both(seeds, divisor=1, **arguments):
     """Gradients of the plain model for all of these batches, one after the other."""
     plain = net()
     for seed in seeds:
@@ -152,7 +150,7 @@ def test_the_plan_says_so():
 @pytest.mark.parametrize(
     "mesh", [MeshSpec.sharded(8), MeshSpec.hybrid(2, 4), MeshSpec.hybrid(8, 1)]
 )
-def test_collectives_are_counted(mesh: MeshSpec):
+def test_collectives_are_counted(mesh):
     options = [{}, {"keep_unsharded": True}, {"shard_gradients": True}]
     for frozen in (False, True):
         model = net()
@@ -179,7 +177,7 @@ def test_collectives_are_counted(mesh: MeshSpec):
 
 @pytest.mark.parametrize("setting", ["mean", "sum", "recomputed", "resharded"])
 @on_ranks(2)
-def test_gradients_are_those_of_the_plain_model(setting: str):
+def test_gradients_are_those_of_the_plain_model(setting):
     rank, sums = dist.get_rank(), setting == "sum"
     options = {
         "recomputed": {"checkpoint_activations": True},
@@ -241,7 +239,7 @@ def test_ranks_that_use_different_ones_and_errors():
 
 @pytest.mark.parametrize("name", ["scalar", "clip", "llama"])
 @on_ranks(4)
-def test_on_two_axes_bit_for_bit(name: str):
+def test_on_two_axes_bit_for_bit(name):
     bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if name == "llama":
         options = {"mp_policy": bfloat16, "optimizer": "adamw on local shards", "steps": 2}
@@ -302,7 +300,7 @@ def test_meta_and_state():
 
 
 @on_ranks(4)
-def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path: Path):
+def test_modules_are_clipped_and_checkpointed_as_sharded_ones(tmp_path):
     rank, models = dist.get_rank(), {}
     for name, rules in {"sharded": {}, "replicated": NORMS}.items():
         models[name] = shard_model(agreed(Decoder), mesh=mesh_of((2, 2)), **rules)

@@ -4,7 +4,6 @@ gradients.
 
 import copy
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -28,11 +27,11 @@ from shardkit import (
     shard_model,
 )
 from shardkit.apply.mesh import build_mesh
-from shardkit.testing import CommCounts, comm_counts, distributed
+from shardkit.testing import comm_counts, distributed
 
 TWO = MeshSpec.sharded(2)
 BOUND = 1e-14  # fp64: sums over ranks in another order
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "recomputed prefix": {"frozen": ("visual.patch", "visual.blocks.2"), "recomputes": True},
     "pixels require grad, frozen tower": {
         "frozen": ("visual",),
@@ -43,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def units(recompute: bool) -> list[Any]:
+def units(recompute):
     skipped = by_name(
         "visual", "layers.*.experts.*", may_skip=True, checkpoint_activations=recompute
     )
@@ -54,17 +53,17 @@ def units(recompute: bool) -> list[Any]:
     ]
 
 
-def mean_square(model: nn.Module, given: Any) -> torch.Tensor:
+def mean_square(model, given):
     return model(*given).square().mean()
 
 
 def assert_same_step(
-    model: nn.Module,
-    plain: nn.Module,
-    *steps: list[Any],
-    loss: Any = mean_square,
-    bound: float = BOUND,
-) -> CommCounts:
+    model,
+    plain,
+    *steps,
+    loss=mean_square,
+    bound=BOUND,
+):
     """Compare gradients with the plain model's after micro-batches, each by rank; return the
     collectives.
     """
@@ -81,8 +80,8 @@ def assert_same_step(
 
 
 def train_in_random_patterns(
-    mesh: MeshSpec,
-    seed: int,
+    mesh,
+    seed,
     frozen=(),
     recomputes=False,
     micro_batches=1,
@@ -180,7 +179,7 @@ class Branches(nn.Module):
         return x
 
 
-def branches() -> nn.Module:
+def branches():
     rules = [by_name("first", may_skip=True), by_name("second", "third")]
     return shard_model(Branches(), units=rules)
 

@@ -2,7 +2,6 @@
 
 import copy
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import transformers
 from memory_count import counted_peak
 from meshes import mesh_of
 from small_models import Decoder
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import (
@@ -40,12 +39,12 @@ class Model(Decoder):
 
     tiles = 3
 
-    def __init__(self, tied: bool, words: int = WORDS):
+    def __init__(self, tied, words=WORDS):
         super().__init__(layers=2, vocabulary=words, tied=tied)
         if not tied:
             self.head.bias = nn.Parameter(torch.randn(words))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens, targets=None):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -57,11 +56,11 @@ class Model(Decoder):
         )
 
 
-def whole_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+def whole_loss(model, tokens, targets):
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
+def batches(seed):
     """Micro-batches: uneven numbers of tokens and labels, tokens without any label, and none at
     all.
     """
@@ -79,7 +78,7 @@ def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "default": {},
     "tied": {"tied": True},
     "of the root": {"units": "layers.*"},
@@ -167,7 +166,7 @@ def test_other_losses():
         torch.stack([torch.randint(9, (2, 5)).float(), torch.rand(2, 5)], -1),
     )
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(logits, labels):
         each = F.cross_entropy(3 * torch.tanh(logits / 3), labels[:, 0].long(), reduction="none")
         return (each * labels[:, 1]).sum()
 
@@ -199,7 +198,7 @@ def test_bad_arguments_and_the_head_as_it_was():
     with pytest.raises(IndexError):
         tiled_loss(head, hidden, labels + 9, tiles=2)
     assert "forward" not in vars(head)
-    head.forward = own = lambda x: F.linear(x, head.weight)  # type: ignore[method-assign]
+    head.forward = own = lambda x: F.linear(x, head.weight)
     tiled_loss(head, hidden, labels, tiles=2).backward()
     assert head.forward is own
     assert head.bias.grad is None
@@ -214,9 +213,7 @@ def test_bad_arguments_and_the_head_as_it_was():
 @distributed(world_size=2)
 def test_in_the_forward_of_a_model_of_transformers_whose_sequences_are_split():
     class Llama(transformers.LlamaForCausalLM):
-        def forward(
-            self, input_ids: Any = None, position_ids: Any = None, targets: Any = None, **rest: Any
-        ) -> Any:
+        def forward(self, input_ids=None, position_ids=None, targets=None, **rest):
             if targets is None:
                 return super().forward(input_ids, position_ids=position_ids, **rest)
             hidden = self.model(input_ids, position_ids=position_ids, **rest).last_hidden_state

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cpu_ranks import on_ranks
 from meshes import mesh_of
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from shardkit import full_state_dict, load_full_state_dict, shard_model, sharded_average
@@ -14,7 +14,7 @@ from shardkit.state import sleep
 from shardkit.testing import fake_world
 
 
-def build(shape: tuple[int, ...] | None = None, seed: int = 0) -> nn.Module:
+def build(shape=None, seed=0):
     torch.manual_seed(seed)
     net = nn.Sequential(
         nn.Embedding(11, 6), nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 6), nn.Linear(6, 11)
@@ -24,25 +24,25 @@ def build(shape: tuple[int, ...] | None = None, seed: int = 0) -> nn.Module:
     return net if shape is None else shard_model(net, mesh=mesh_of(shape))
 
 
-def values_at(step: int) -> dict[str, Tensor]:
+def values_at(step):
     return build(seed=100 + step).state_dict() | {"3.bias": build()[3].bias.detach()}  # frozen
 
 
-def give(model: nn.Module, step: int):
+def give(model, step):
     load_full_state_dict(model, values_at(step), src="all")
 
 
-def full(module: nn.Module) -> dict[str, Tensor]:
+def full(module):
     return full_state_dict(module, rank0_only=False)
 
 
-def check(found: dict[str, Tensor], expected: dict[str, Tensor]):
+def check(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
 
 
-def warm_up(updates: int) -> float:
+def warm_up(updates):
     return min(0.99, (1 + updates) / (10 + updates))
 
 
@@ -183,7 +183,7 @@ def test_swapped_is_undone_after_an_error_that_leaves_them_asleep():
         average.update_parameters(model)
     own, averaged = full(model), full(average)
 
-    def fail(*holders: nn.Module):
+    def fail(*holders):
         with average.swapped(model):
             for holder in holders:
                 sleep(holder)

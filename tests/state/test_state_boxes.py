@@ -11,8 +11,8 @@ import torch.distributed as dist
 from cpu_ranks import on_ranks
 from meshes import mesh_of
 from state_models import LAYOUTS, Net, as_bytes, fsdp, hsdp, seeded
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardkit import boxes
 from shardkit.boxes import EACH_ALONE, ModelGroup, Move, gather, model_group, scatter
@@ -33,18 +33,16 @@ PLACEMENTS = [
 SHAPES = [(7, 5), (1, 3), (4, 0), (300, 301)]
 
 
-def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def values(shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def placed(
-    shape: tuple[int, ...], placements: list, number: int, dtype: torch.dtype = torch.float32
-) -> DTensor:
+def placed(shape, placements, number, dtype=torch.float32):
     full, mesh = values((*SHAPES[number],), dtype), mesh_of(shape, *MESHES[shape])
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
+def equal(one, other):
     return one.dtype == other.dtype and torch.equal(as_bytes(one), as_bytes(other))
 
 
@@ -118,13 +116,13 @@ def test_the_all_gather_of_other_backends_gives_the_same():
 # Which messages travel.
 
 
-def large(width: int = 256) -> nn.Module:
+def large(width=256):
     return nn.Sequential(
         *(nn.Linear(width, 4 * width, bias=False) for _ in range(3)), nn.Linear(4 * width, 8)
     )
 
 
-def count_of(model: nn.Module, **options: bool) -> dict[str, int]:
+def count_of(model, **options):
     tensors = dict(model.named_parameters())
     with comm_counts() as counts:
         dict(gather(tensors.items(), model_group(tensors.values()), **options))

@@ -71,7 +71,7 @@ def test_one_norm_across_stages(p):
     assert len({float(each) for each in gathered(norm)}) == 1
 
 
-def gathered(value: torch.Tensor) -> list[torch.Tensor]:
+def gathered(value):
     found = [value.clone() for _ in range(dist.get_world_size())]
     dist.all_gather(found, value)
     return found

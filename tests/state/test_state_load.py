@@ -18,7 +18,7 @@ from shardkit.state import full_state_dict, load_full_state_dict
 from shardkit.testing import comm_counts
 
 
-def new_state() -> dict[str, object]:
+def new_state():
     """A state of ``Net`` that no seeded model has; tied tensors are one."""
     torch.manual_seed(1)
     state = dict(Net().state_dict())
@@ -30,12 +30,12 @@ def new_state() -> dict[str, object]:
     return state
 
 
-def given(state: dict[str, object], src: str = "rank0") -> dict[str, object]:
+def given(state, src="rank0"):
     """What a rank passes: only rank 0 has the dict, or all."""
     return state if src == "all" or dist.get_rank() == 0 else {}
 
 
-def full(model: nn.Module) -> dict[str, object]:
+def full(model):
     return full_state_dict(model, rank0_only=False)
 
 
@@ -194,7 +194,7 @@ def test_an_error_of_one_rank_is_raised_by_all():
     assert_same_state(full(model), seeded(Net).state_dict())
 
 
-def transpose(module: nn.Module, state: dict, prefix: str, metadata: object):
+def transpose(module, state, prefix, metadata):
     state[prefix + "weight"] = state[prefix + "weight"].T
 
 
@@ -209,10 +209,10 @@ def test_what_a_hook_made_cannot_be_written_to():
 
 
 class WithExtraTensor(nn.Linear):
-    def get_extra_state(self) -> Tensor:
+    def get_extra_state(self):
         return torch.tensor([3, 5])
 
-    def set_extra_state(self, state: Tensor):
+    def set_extra_state(self, state):
         self.seen = state
 
 
@@ -266,7 +266,7 @@ def test_a_buffer_that_nothing_gives_a_value_is_named():
 
 @on_ranks(2)
 def test_buffers_of_expand_are_loaded(tmp_path):
-    def build(value: float) -> nn.Module:
+    def build(value):
         model = seeded(lambda: nn.Linear(4, 4))
         model.register_buffer("mask", torch.tensor([[value], [1.0]]).expand(2, 3))
         return fsdp(model)

@@ -3,7 +3,6 @@ the bit.
 """
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ class RowSums(Optimizer):
     placement changes are not supported").
     """
 
-    def __init__(self, groups: list[dict]):
+    def __init__(self, groups):
         super().__init__(groups, {"lr": 0.01, "betas": (0.9, 0.5)})
 
     @torch.no_grad()
@@ -64,11 +63,11 @@ class RowSums(Optimizer):
                 param.add_(param.grad, alpha=-group["lr"] / scale)
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-OPTIMIZERS: dict[str, Callable[[list[dict]], Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
     "adam_amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, foreach=False),
     "adamw_tensor_lr": lambda groups: torch.optim.AdamW(
@@ -159,7 +158,7 @@ def test_torch_gathers_the_same_and_each_loads_the_others(name):
 
 @on_ranks(2)
 def test_parameters_without_gradients_frozen_ones_and_several_optimizers():
-    def optimizers(model: nn.Module) -> list[Optimizer]:
+    def optimizers(model):
         inside = list(model.blocks.parameters())
         rest = [
             param for param in model.parameters() if all(param is not other for other in inside)

@@ -19,7 +19,7 @@ TENSOR_PARALLEL = ("tensor_parallel", "three_axes")
 IDS = torch.arange(6).view(2, 3)
 
 
-def registry(model: nn.Module) -> list[tuple[str, int]]:
+def registry(model):
     return [(name, id(param)) for name, param in model.named_parameters(remove_duplicate=False)]
 
 
@@ -102,13 +102,13 @@ def test_writeback_goes_into_the_live_shards(layout, rank0_only):
         assert_same_output(layout, model(IDS), plain(IDS))
 
 
-def assert_same_output(layout: str, found: Tensor, expected: Tensor):
+def assert_same_output(layout, found, expected):
     """To the bit, except where tensor parallelism adds in another order."""
     bound = 1e-5 if layout in TENSOR_PARALLEL else 0
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
-def plain_state() -> dict[str, object]:
+def plain_state():
     return seeded(Net).state_dict()
 
 
@@ -146,7 +146,7 @@ def test_gradients_that_wait_for_their_reduction_are_not_there_yet():
         assert all(param.grad is None for param in model.parameters())
 
 
-def spoil(model: nn.Module, ranks: tuple[int, ...] = (0, 1, 2, 3)):
+def spoil(model, ranks=(0, 1, 2, 3)):
     with torch.no_grad():
         model.gain.zero_()
     if dist.get_rank() in ranks:
@@ -171,13 +171,13 @@ def test_an_error_inside_restores_and_writes_nothing():
 
 
 class Half(nn.Linear):
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x):
         return self(x) * 2
 
 
 @on_ranks(4)
 def test_registered_methods_lists_and_policies_do_nothing_inside():
-    def build() -> nn.Module:
+    def build():
         return nn.Sequential(Half(6, 6), nn.Linear(6, 6), nn.Linear(6, 5))
 
     plain, model = seeded(build), seeded(build)
@@ -200,7 +200,7 @@ def test_registered_methods_lists_and_policies_do_nothing_inside():
 
 
 class Summoning(nn.Module):
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 

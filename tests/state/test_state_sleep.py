@@ -31,9 +31,9 @@ class Uneven(nn.Module):
         return self.body[0](x)
 
 
-def local_tensors(*holders: nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
+def local_tensors(*holders):
     """Return this rank's parts of parameters, gradients, buffers and state."""
-    tensors: list[torch.Tensor | None] = []
+    tensors = []
     for holder in holders:
         if isinstance(holder, nn.Module):
             tensors += [*holder.parameters(), *holder.buffers()]
@@ -44,7 +44,7 @@ def local_tensors(*holders: nn.Module | torch.optim.Optimizer) -> list[torch.Ten
     return [part for part in parts if part.numel()]
 
 
-def trained(shape: tuple[int, ...], naps: bool, local: bool) -> list[torch.Tensor]:
+def trained(shape, naps, local):
     """Train with two optimizers and an average, asleep after each backward and each step."""
     torch.manual_seed(0)
     model = shard_model(Uneven(), mesh=mesh_of(shape), units=shardkit.by_class(nn.Linear))

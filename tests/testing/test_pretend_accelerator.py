@@ -7,10 +7,7 @@ Two ranks of their own, for torch gives a process the device for good.
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pretend_streams
@@ -32,7 +29,7 @@ from pretend_cases import (
     plain,
     sharded,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -55,7 +52,7 @@ OFFLOADED = {
     "pinned": CPUOffloadPolicy(pin_memory=True),
     "pageable": CPUOffloadPolicy(pin_memory=False),
 }
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "plain": {},
     "replicas": {"shape": (2, 1), "sync_module_states": True},
     "pinned": {"offload_policy": OFFLOADED["pinned"]},
@@ -73,18 +70,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
+def ranks():
     with RankPool(2, timeout=180) as pool:
         yield pool
 
 
-def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
+def on_cpu(settings):
     """The same settings where there is no accelerator to pin memory for."""
     pinned = settings.get("offload_policy") is not None
     return {**settings, "offload_policy": OFFLOADED["pageable"]} if pinned else settings
 
 
-def steps(model: nn.Module, device: str, optimizer: Any, count: int = 2) -> list[Any]:
+def steps(model, device, optimizer, count=2):
     results = []
     for step in range(count):
         loss = loss_of(model, device, step)
@@ -99,7 +96,7 @@ def steps(model: nn.Module, device: str, optimizer: Any, count: int = 2) -> list
 # ---- shard_model ---------------------------------------------------------------------------------
 
 
-def check_settings(name: str):
+def check_settings(name):
     settings = SETTINGS[name]
     home = "cpu" if "offload_policy" in settings else "pretend"
     with pretend_accelerator():
@@ -131,7 +128,7 @@ def check_settings(name: str):
             check_same(first, end, name, exactly=False)
 
 
-def check_places(model: nn.Module, home: str, case: str, pinned: bool = True):
+def check_places(model, home, case, pinned=True):
     """Shards at home, what is whole and the buffers on the device."""
     shards = [param for param in model.parameters() if isinstance(param, DTensor)]
     assert devices(shards) == {home}, case
@@ -145,27 +142,27 @@ def check_places(model: nn.Module, home: str, case: str, pinned: bool = True):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(ranks: RankPool, name: str):
+def test_settings(ranks, name):
     ranks.run(check_settings, name)
 
 
 # ---- what works on a sharded model ---------------------------------------------------------------
 
-ADAMW: dict[str, dict[str, Any]] = {
+ADAMW = {
     "default": {},
     "fused": {"fused": True},
     "capturable": {"capturable": True},
 }
 
 
-def trained(options: dict[str, Any], **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(options, **settings):
     model = sharded("cpu", "pretend", **settings)
     optimizer = adamw(model.parameters(), **options)
     steps(model, "pretend", optimizer, 1)
     return model, optimizer
 
 
-def check_optimizers(name: str, folder: str):
+def check_optimizers(name, folder):
     """Where state lies after a step, and after each way to load it; and that training goes on as it
     would have.
     """
@@ -202,7 +199,7 @@ def check_optimizers(name: str, folder: str):
 
 
 @pytest.mark.parametrize("name", ADAMW)
-def test_optimizer_state_lies_where_a_step_needs_it(ranks: RankPool, name: str, tmp_path: Path):
+def test_optimizer_state_lies_where_a_step_needs_it(ranks, name, tmp_path):
     ranks.run(check_optimizers, name, str(tmp_path))
 
 
@@ -266,7 +263,7 @@ def check_host_syncs():
         assert sorted(accelerator.syncs) == ["copy to the device", "copy to the host"]
 
 
-def check_states(folder: str):
+def check_states(folder):
     for settings in ({}, {"offload_policy": OFFLOADED["pinned"]}):
         home = "cpu" if settings else "pretend"
         with pretend_accelerator():
@@ -310,7 +307,7 @@ def check_states(folder: str):
                 )
 
 
-def test_state_in_memory_and_on_disk(ranks: RankPool, tmp_path: Path):
+def test_state_in_memory_and_on_disk(ranks, tmp_path):
     ranks.run(check_states, str(tmp_path))
 
 
@@ -410,7 +407,7 @@ def check_sleep():
 def check_tensor_parallel_plans():
     """In a dry run too tensor parallelism moves inputs to its mesh's device, and DTensors draw."""
 
-    def build() -> nn.Module:
+    def build():
         return nn.Sequential(nn.Embedding(10, 8), nn.Dropout(0.1), nn.Linear(8, 10))
 
     layers = {
@@ -442,11 +439,11 @@ def check_tensor_parallel_plans():
         check_tensor_parallel_plans,
     ],
 )
-def test_what_needs_no_files(ranks: RankPool, check: Callable[[], None]):
+def test_what_needs_no_files(ranks, check):
     ranks.run(check)
 
 
-def check_drop_in(given: int | str | None):
+def check_drop_in(given):
     with pretend_accelerator(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         device_id = torch.device(given) if isinstance(given, str) else given
@@ -466,7 +463,7 @@ def check_drop_in(given: int | str | None):
             assert devices(model.state_dict().values()) == {"cpu"}
 
 
-def check_penalty(offloads: bool):
+def check_penalty(offloads):
     """What autograd adds to a reduced gradient waits for the reduction's stream, and for a gradient
     on its way to the CPU.
     """
@@ -480,9 +477,9 @@ def check_penalty(offloads: bool):
         )
         loss_of(model, "pretend").backward()
         once = plain([param.grad.clone() for param in model.parameters()])
-        seen: list[object] = []
+        seen = []
 
-        def note(what: str, param: Tensor, grad: Tensor | None = None):
+        def note(what, param, grad=None):
             seen.append((what, id(param)))
 
         penalty = torch.zeros((), device="pretend")
@@ -503,10 +500,10 @@ def check_penalty(offloads: bool):
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_drop_in_with_a_penalty(ranks: RankPool, offloads: bool):
+def test_drop_in_with_a_penalty(ranks, offloads):
     ranks.run(check_penalty, offloads)
 
 
 @pytest.mark.parametrize("given", [0, None, "cpu"])
-def test_drop_in(ranks: RankPool, given: int | str | None):
+def test_drop_in(ranks, given):
     ranks.run(check_drop_in, given)

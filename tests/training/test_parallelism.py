@@ -4,9 +4,7 @@ layout.
 
 import gc
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from cpu_ranks import on_ranks
 from layouts import assert_equal, values_of
 from memory_count import LiveStorages
 from meshes import mesh_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -41,7 +39,7 @@ READERS = {
 }  # ranks with batches of their own
 
 
-def in_float64(run: Callable[..., Any], *args: Any) -> Any:
+def in_float64(run, *args):
     """In float64 a wrong divisor cannot hide in rounding."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -51,24 +49,22 @@ def in_float64(run: Callable[..., Any], *args: Any) -> Any:
         torch.set_default_dtype(before)
 
 
-def run_program(name: str, folder: Path) -> dict[str, Any]:
+def run_program(name, folder):
     """Run a program on this rank, with its checkpoints in a folder; return its names."""
-    scope: dict[str, Any] = {"__name__": "__main__"}
+    scope = {"__name__": "__main__"}
     code = PROGRAMS[name].replace('"runs/', f'"{folder}/')
     in_float64(exec, compile(code, f"{name}.py", "exec"), scope)
     return scope
 
 
-def definitions(name: str) -> dict[str, Any]:
+def definitions(name):
     """Return the names of a program's classes and functions."""
-    scope: dict[str, Any] = {"__name__": "__main__"}
+    scope = {"__name__": "__main__"}
     exec(PROGRAMS[name].partition("mesh = init_device_mesh")[0], scope)
     return scope
 
 
-def train_in_one_process(
-    scope: dict[str, Any], readers: int
-) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+def train_in_one_process(scope, readers):
     """Train the program's whole model on the batches of all its ranks."""
     torch.manual_seed(0)
     model = scope["Model"]()
@@ -87,7 +83,7 @@ def train_in_one_process(
     return model, optimizer, norms
 
 
-def assert_trained_alike(scope: dict[str, Any], whole: dict[str, Tensor]):
+def assert_trained_alike(scope, whole):
     """Compare parameters and optimizer state; a stage has some of them."""
     values = values_of(scope["model"], scope["optimizer"])
     assert values
@@ -116,7 +112,7 @@ def test_a_program_trains_as_one_process_does(name, tmp_path):
 class WithGain(nn.Module):
     """A block with a scalar parameter, which shardkit replicates."""
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block):
         super().__init__()
         self.block, self.gain = block, nn.Parameter(torch.tensor(0.5))
 
@@ -134,12 +130,12 @@ def test_a_schedule_reduces_once_and_its_checkpoint_loads_without_stages_and_bac
     in_float64(train_by_schedule, schedule, reshard, tmp_path)
 
 
-def train_by_schedule(schedule: Any, reshard: bool, folder: Path):
+def train_by_schedule(schedule, reshard, folder):
     """Train two stages, or with an interleaved schedule four of which each rank has two."""
     scope = definitions("pipeline")
     plain_model = scope["Model"]
 
-    def model_with_gains() -> nn.Module:
+    def model_with_gains():
         model = plain_model()
         for name, block in model.blocks.items():
             model.blocks[name] = WithGain(block)
@@ -152,7 +148,7 @@ def train_by_schedule(schedule: Any, reshard: bool, folder: Path):
     if is_interleaved:
         numbers.append(pp.get_local_rank() + 2)
 
-    def build() -> tuple[nn.ModuleList, nn.Module, torch.optim.Optimizer]:
+    def build():
         """Return this rank's stages, one module that has them under the names of the whole model,
         and their optimizer.
         """
@@ -216,7 +212,7 @@ def test_the_peak_of_a_stage_is_its_estimate_and_the_activations_in_flight():
     ids, labels = scope["batch"](0, dp.get_local_rank())
     part = scope["cut"](scope["Model"](), number, 2)
     plan = plan_model(part, mesh=MeshSpec((2,), ("dp",)), reshard_after_forward=False)
-    given: dict[str, Any] = {"batch": ids[:2], "optimizer": "sgd"}
+    given = {"batch": ids[:2], "optimizer": "sgd"}
     if number == 1:
         given["batch"] = torch.zeros(2, 10, 16, requires_grad=True)  # activations
         given["loss"] = lambda logits: scope["summed_loss"](logits, labels[:2])

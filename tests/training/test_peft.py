@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 IDS = torch.arange(16).view(2, 8)
 
 
-def base(kind: str = "float32", tied: bool = False) -> nn.Module:
+def base(kind="float32", tied=False):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def base(kind: str = "float32", tied: bool = False) -> nn.Module:
     return model
 
 
-def to_nf4(module: nn.Linear) -> nn.Module:
+def to_nf4(module):
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
     module.weight = nn.Parameter(to_nf4(module.weight.detach(), 16, 8), requires_grad=False)
@@ -65,7 +65,7 @@ def to_nf4(module: nn.Linear) -> nn.Module:
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
 
 
-def config(kind: str):
+def config(kind):
     return {
         "lora": lambda: peft.LoraConfig(r=4, modules_to_save=["lm_head"], **TARGETS),
         "dora": lambda: peft.LoraConfig(r=4, use_dora=True, **TARGETS),
@@ -76,14 +76,14 @@ def config(kind: str):
     }[kind]()
 
 
-def adapted(on: str, kind: str, tied: bool = False) -> nn.Module:
+def adapted(on, kind, tied=False):
     """Adapters are in float32, as ``get_peft_model`` makes them."""
     model = base(on, tied)
     torch.manual_seed(1)
     return peft.get_peft_model(model, config(kind))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 2):
+def train(model, optimizer=None, steps=2):
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(params, lr=1e-2, foreach=False)
     losses = []
@@ -96,7 +96,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step
     return losses, optimizer
 
 
-def check(path, on: str, kind: str, tied: bool):
+def check(path, on, kind, tied):
     plain, model = adapted(on, kind, tied), adapted(on, kind, tied)
     dtypes = {name: param.dtype for name, param in plain.named_parameters()}
     model = shard_model(model)

@@ -4,7 +4,6 @@ process in float64.
 Where the arithmetic is the same, bits are compared.
 """
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from cpu_ranks import on_ranks
 from fsdp1_models import TOKENS, Decoder
 from meshes import mesh_of
 from small_moe import MoE, on_dims
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -51,7 +50,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 Run = tuple[nn.Module, Any, Any]  # with its optimizer and scheduler
 
 
-def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(step, micro, rank):
     """From 1 to 3 rows, and from 2 to 5 tokens of each that count."""
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
     ids = torch.randint(0, TOKENS, (1 + (step + micro + 2 * rank) % 3, 5), generator=generator)
@@ -60,26 +59,26 @@ def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def summed_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+def summed_loss(model, ids, labels):
     return F.cross_entropy(
         model(ids).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
     )
 
 
-def run_of(model: nn.Module, local: bool = True) -> Run:
+def run_of(model, local=True):
     """A model with what trains it, on local shards if it is sharded."""
     trained = [param for param in model.parameters() if param.requires_grad]
     decayed, others = (
         [p for p in trained if (p.ndim > 1) is matrices] for matrices in (True, False)
     )
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer: Any = torch.optim.AdamW(groups, lr=0.01, eps=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3, fused=True)
     check_optimizer(optimizer, model, low_precision=False)
     scheduler = LambdaLR(optimizer, lambda epoch: 0.8**epoch)
     return model, step_on_local_shards(optimizer) if local else optimizer, scheduler
 
 
-def finish(model: nn.Module, optimizer: Any, scheduler: Any, clip: Any = clip_grad_norm_) -> Tensor:
+def finish(model, optimizer, scheduler, clip=clip_grad_norm_):
     norm = clip(model if clip is clip_grad_norm_ else model.parameters(), CLIP)
     assert norm > CLIP
     optimizer.step()
@@ -88,9 +87,7 @@ def finish(model: nn.Module, optimizer: Any, scheduler: Any, clip: Any = clip_gr
     return norm
 
 
-def gradients(
-    model: nn.Module, step: int, after: Callable[[int], None] | None = None, **options: Any
-):
+def gradients(model, step, after=None, **options):
     """Of the mean over all tokens, by micro-batches; ``after`` is called after the
     context of each.
     """
@@ -103,7 +100,7 @@ def gradients(
             after(micro)
 
 
-def train(run: Run, steps: Iterable[int], **options: Any) -> list[Tensor]:
+def train(run, steps, **options):
     """Train and return the norms of gradients."""
     norms = []
     for step in steps:
@@ -112,7 +109,7 @@ def train(run: Run, steps: Iterable[int], **options: Any) -> list[Tensor]:
     return norms
 
 
-def train_plain(run: Run, steps: Iterable[int]) -> list[Tensor]:
+def train_plain(run, steps):
     """The same training in one process, which sees the batches of all ranks at once."""
     norms = []
     for step in steps:
@@ -127,7 +124,7 @@ def train_plain(run: Run, steps: Iterable[int]) -> list[Tensor]:
     return norms
 
 
-def state_of(run: Run) -> dict[str, Tensor]:
+def state_of(run):
     """Copies of all tensors, model's and optimizer's, whole, on every rank. Collective."""
     tensors = {
         name: value.clone() for name, value in full_state_dict(run[0], rank0_only=False).items()
@@ -138,12 +135,12 @@ def state_of(run: Run) -> dict[str, Tensor]:
     }
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]):
+def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
-def assert_close(found: dict[str, Tensor], plain: Run, start: dict[str, Tensor]):
+def assert_close(found, plain, start):
     expected = state_of(plain)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -155,11 +152,11 @@ def assert_close(found: dict[str, Tensor], plain: Run, start: dict[str, Tensor])
     )
 
 
-def decoder() -> nn.Module:
+def decoder():
     return Decoder().double()
 
 
-def decoder_on_meta(mesh: tuple[int, ...] = (), seed: int = 0, **options: Any) -> nn.Module:
+def decoder_on_meta(mesh=(), seed=0, **options):
     """A Decoder that is never whole on any rank; by default on one axis of all ranks."""
     torch.manual_seed(seed)
     with init_on_meta():
@@ -193,7 +190,7 @@ def test_from_meta_over_an_asynchronous_save_to_another_mesh(tmp_path):
     assert_close(state_of(elsewhere), plain, decoder().state_dict())
 
 
-def read_params(run: Run, _: Path) -> dict[str, Tensor]:
+def read_params(run, _):
     with full_params(run[0]):
         return {
             name: param.detach().clone()
@@ -201,7 +198,7 @@ def read_params(run: Run, _: Path) -> dict[str, Tensor]:
         }
 
 
-def read_saved(run: Run, path: Path) -> dict[str, Tensor]:
+def read_saved(run, path):
     save_checkpoint(path / "c", *run[:2], overwrite=True)
     other = decoder()
     load_pretrained(other, path / "c")
@@ -218,7 +215,7 @@ def test_state_is_read_between_two_micro_batches(tmp_path, keep):
     for step, read in enumerate((lambda run, _: state_of(run), read_params, read_saved), 1):
         before = state_of(run)
 
-        def look(micro: int, before: Any = before, read: Any = read):
+        def look(micro, before=before, read=read):
             if micro == 1:
                 found = read(run, tmp_path)
                 assert_equal(found, {name: before[name] for name in found})
@@ -232,19 +229,19 @@ def test_state_is_read_between_two_micro_batches(tmp_path, keep):
 # Experts on another dim than 0.
 
 
-def moe() -> nn.Module:
+def moe():
     torch.manual_seed(0)
     return MoE(layers=2, experts=3).double()
 
 
-def on_dim_1(model: nn.Module) -> nn.Module:
+def on_dim_1(model):
     placements = model.get_parameter("layers.0.experts.up").placements
     assert placements[-1] == Shard(1)
     assert all(each == Replicate() for each in placements[:-1])
     return model
 
 
-def moe_on_dims(model: nn.Module, dims: dict[str, int], **options: object) -> nn.Module:
+def moe_on_dims(model, dims, **options):
     mesh = mesh_of((4,))
     return apply_plan(model, on_dims(plan_model(model, mesh=mesh, **options), dims), mesh)
 

@@ -1,7 +1,6 @@
 """The drop-in's optimizer state: as plain training has it, and loaded back."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, S
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from trees import assert_same
 
 from shardkit.errors import ShardkitError, TranslationError
@@ -58,7 +56,7 @@ class Parent(nn.Module):
         return self.body(ids) + self.shift
 
 
-def wrapped(whole: bool = False) -> nn.Module:
+def wrapped(whole=False):
     """Frozen and trained parameters have wrappers of their own; ``whole``: so has the rest."""
     net = Parent()
     net.body.frozen, net.body.up = FSDP(net.body.frozen), FSDP(net.body.up)
@@ -68,7 +66,7 @@ def wrapped(whole: bool = False) -> nn.Module:
     return net
 
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
     "adam_fused": lambda groups: torch.optim.Adam(groups, lr=0.01, fused=True),
     "adamw_foreach": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=True, amsgrad=True),
@@ -78,7 +76,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def set_type(model: nn.Module, kind: StateDictType, **options: Any):
+def set_type(model, kind, **options):
     FSDP.set_state_dict_type(
         model, kind, None, FullOptimStateDictConfig(**options) if kind is FULL else None
     )
@@ -104,7 +102,7 @@ def test_what_is_not_supported_says_what_to_use():
             call()
 
 
-def plain_state(name: str) -> tuple[dict[str, Any], list[float], list[float]]:
+def plain_state(name):
     """By name, after three steps without sharding; the losses of those and of the next three."""
     model = Parent()
     optimizer = OPTIMIZERS[name](two_groups(model))
@@ -122,9 +120,7 @@ def plain_state(name: str) -> tuple[dict[str, Any], list[float], list[float]]:
     return copy.deepcopy(by_name), losses, train(model, optimizer, range(3, 6))
 
 
-def resumed(
-    how: str, model: nn.Module, optimizer: Optimizer, full: dict[str, Any], sharded: dict[str, Any]
-):
+def resumed(how, model, optimizer, full, sharded):
     """Load in one of FSDP1's ways; only rank 0 has the full state where that is enough."""
     on_rank0 = full if dist.get_rank() == 0 else None
     set_type(model, FULL)
@@ -143,7 +139,7 @@ def resumed(
     return optimizer.load_state_dict(result)
 
 
-def unsharded(state: dict[str, Any]) -> dict[str, Any]:
+def unsharded(state):
     """State of DTensors in full tensors."""
     full = {}
     for fqn, values in sorted(state.items()):  # the same order on all ranks

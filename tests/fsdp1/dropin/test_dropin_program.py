@@ -21,7 +21,7 @@ PUBLIC = ("", ".wrap", ".api", ".fully_sharded_data_parallel", ".sharded_grad_sc
 OURS = {"FullyShardedDataParallel"}
 
 
-def both(module: str) -> tuple[ModuleType, ModuleType]:
+def both(module):
     names = (f"{package}{module}" for package in ("torch.distributed.fsdp", "shardkit.fsdp1"))
     return importlib.import_module(next(names)), importlib.import_module(next(names))
 

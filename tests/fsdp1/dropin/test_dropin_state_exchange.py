@@ -1,7 +1,5 @@
 """The drop-in's model state in FSDP1, in torch.distributed.checkpoint, in shardkit's functions."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FSDP
 
 
 @on_ranks(2)
-def test_sharded_files_go_both_ways_between_fsdp1_and_the_drop_in(tmp_path: Path):
+def test_sharded_files_go_both_ways_between_fsdp1_and_the_drop_in(tmp_path):
     wanted = net(1).state_dict()
     with quiet():
         for writes, reads, name in (
@@ -164,7 +162,7 @@ def test_names_under_activation_checkpoints_and_compile_are_fsdp1s():
 
 
 @on_ranks(2)
-def test_shardkits_own_functions_take_wrapped_models(tmp_path: Path):
+def test_shardkits_own_functions_take_wrapped_models(tmp_path):
     wanted, model = net(1).state_dict(), ours(1)
     with pytest.raises(shardkit.ShardkitError, match=r"shardkit\.fsdp1\.as_dtensors\(model\)"):
         shardkit.full_state_dict(model)
