@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardkit.optim import step_on_local_shards
 from shardkit.state import full_optimizer_state_dict
 
 IDS = torch.tensor([[0, 1, 2, 3, 4], [6, 5, 4, 3, 2]])
@@ -55,7 +56,7 @@ def build(shape: tuple[int, ...] | None, seed: int = 0, lr: float = 1e-2) -> tup
     decayed = [param for param in net.parameters() if param.dim() > 1]
     others = [param for param in net.parameters() if param.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr)
+    optimizer = step_on_local_shards(torch.optim.AdamW(groups, lr=lr))
     return net, optimizer, LambdaLR(optimizer, lambda epoch: 0.9**epoch)
 
 

@@ -22,6 +22,7 @@ from shardkit import (
     global_token_count,
     plan_model,
     scale_loss,
+    step_on_local_shards,
 )
 
 EXPERTS, DIM = 8, 6
@@ -120,6 +121,7 @@ def train_both(model: nn.Module, plain: nn.Module, steps: int = 3) -> float:
     difference of anything.
     """
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
+    step_on_local_shards(optimizers[0])
     found = []
     for step in range(steps):
         sharded_backward(model, step)

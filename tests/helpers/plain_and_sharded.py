@@ -29,7 +29,7 @@ OPTIMIZERS = {
     "adamw on local shards": lambda params: step_on_local_shards(
         torch.optim.AdamW(params, lr=1e-2)
     ),
-    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "sgd": lambda params: step_on_local_shards(torch.optim.SGD(params, lr=1e-2, momentum=0.9)),
 }
 PLAIN = {"adamw on local shards": "adamw"}
 

@@ -26,6 +26,7 @@ from shardkit._fsdp import fsdp_units
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.grads import global_token_count
 from shardkit.memory import estimate
+from shardkit.optim import step_on_local_shards
 from shardkit.testing import comm_counts
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
@@ -161,7 +162,8 @@ def train_by_schedule(schedule, reshard, folder):
             parts.append(shard_model(part, mesh=dp, reshard_after_forward=reshard))
             whole_names.blocks.update(part.blocks)
         whole_names.embed, whole_names.head = parts[0].embed, parts[-1].head
-        return parts, whole_names, torch.optim.AdamW(parts.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-2)
+        return parts, whole_names, step_on_local_shards(optimizer)
 
     parts, model, optimizer = build()
     scope |= {"Model": model_with_gains, "model": parts}

@@ -22,6 +22,7 @@ from shardkit import (
 )
 from shardkit.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
 from shardkit.memory.allocations import OptimizerBytes, unit_bytes
+from shardkit.optim import step_on_local_shards
 from shardkit.plan import Collectives
 from shardkit.testing import comm_counts
 
@@ -85,7 +86,8 @@ def adapted(on, kind, tied=False):
 
 def train(model, optimizer=None, steps=2):
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = optimizer or torch.optim.AdamW(params, lr=1e-2, foreach=False)
+    if optimizer is None:
+        optimizer = step_on_local_shards(torch.optim.AdamW(params, lr=1e-2, foreach=False))
     losses = []
     for _ in range(steps):
         loss = model(input_ids=IDS, labels=IDS).loss
@@ -119,7 +121,7 @@ def check(path, on, kind, tied):
     save_checkpoint(path / "checkpoint", model, optimizer, trainable_only=True)
     other = shard_model(adapted(on, kind, tied))
     params = [param for param in other.parameters() if param.requires_grad]
-    resumed = torch.optim.AdamW(params, lr=1e-2, foreach=False)
+    resumed = step_on_local_shards(torch.optim.AdamW(params, lr=1e-2, foreach=False))
     load_checkpoint(path / "checkpoint", other, resumed)
     assert train(other, resumed)[0] == train(model, optimizer)[0]
 
