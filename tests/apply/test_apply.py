@@ -3,7 +3,6 @@
 import copy
 import pathlib
 import re
-import subprocess
 import sys
 import weakref
 from datetime import timedelta
@@ -219,13 +218,13 @@ for _ in range(20):
 
 
 def test_a_program_may_end_with_a_collective(tmp_path):
-    """In new interpreters, since a fork ends otherwise: gloo's threads may not free tensors in one
-    that is ending.
+    """Ranks in new interpreters, since a fork ends otherwise: gloo's threads may not free tensors
+    in one that is ending.
     """
     script = tmp_path / "last.py"
     script.write_text(LAST)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launcher, script], capture_output=True, text=True, timeout=300)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = forks.python(*launcher, script)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,6 @@ ranks.
 """
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -66,10 +65,12 @@ def count(model, micro_batches=2, **arguments):
             assert counted == plan.collectives(micro_batches, **options), options
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize(("mesh", "reshard"), list(itertools.product(MESHES, RESHARDS)))
-def test_rules_meshes_and_resharding(rules, mesh, reshard):
-    count(Decoder(), units=RULES[rules], mesh=mesh, reshard_after_forward=reshard)
+@pytest.mark.parametrize("rules", range(len(RULES)))
+@pytest.mark.parametrize("mesh", range(len(MESHES)))
+def test_rules_meshes_and_resharding(rules, mesh):
+    """Any two of them meet."""
+    units, reshard = list(RULES.values())[rules], RESHARDS[(rules + mesh) % len(RESHARDS)]
+    count(Decoder(), units=units, mesh=MESHES[mesh], reshard_after_forward=reshard)
 
 
 @pytest.mark.parametrize("reshard", [2, 4])
@@ -77,7 +78,7 @@ def test_resharding_to_fewer_ranks(reshard):
     count(Decoder(), micro_batches=3, mesh=MeshSpec.sharded(8), reshard_after_forward=reshard)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize(
     "frozen", [("embed", "layers.0", "layers.1"), ("embed",), ("layers.2", "head")]
 )

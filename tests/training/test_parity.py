@@ -63,29 +63,40 @@ def test_settings_on_4_ranks(setting, name):
     assert_trains_like_plain(name, **{"optimizer": "sgd", "steps": 2} | ON_4_RANKS[setting])
 
 
-@on_ranks(4, timeout=600)
-def test_settings_that_meet_as_the_docs_say():
-    cells = step_settings.pairs()
+def train_where_settings_meet(mesh):
+    """With weights in float32, and in torchao's float8 where not compiled, which takes long."""
+    cells = [cell for cell in step_settings.pairs() if mesh in cell]
     assert step_settings.seen(cells) == dict.fromkeys(cells, "exact")
+    pytest.importorskip("torchao")
+    cells = [cell for cell in cells if cell[1] == "False"]
+    assert step_settings.seen(cells, "float8") == dict.fromkeys(cells, "exact")
+
+
+@on_ranks(2, timeout=600)
+def test_settings_that_meet():
+    train_where_settings_meet("FSDP")
 
 
 @on_ranks(4, timeout=600)
+def test_settings_that_meet_on_two_axes():
+    train_where_settings_meet("HSDP")
+
+
+@on_ranks(2)
 def test_float8_weights_are_gathered_in_float8():
     pytest.importorskip("torchao")
-    # not compiled, which takes long
-    cells = [cell for cell in step_settings.pairs() if cell[1] == "False"]
-    assert step_settings.seen(cells, "float8") == dict.fromkeys(cells, "exact")
     sent = []
     for build in (step_settings.Net, step_settings.float8_net):
         torch.manual_seed(0)
-        model = shard_model(build(), mesh=mesh_of((4,)))
+        model = shard_model(build(), mesh=mesh_of((2,)))
         with SentBytes() as counts:
             model(**step_settings.NET.batch(0)).sum().backward()
         sent.append(counts.bytes[GATHER])
     weights = sum(
         param.numel() for name, param in model.layers.named_parameters() if param.ndim == 2
     )
-    assert sent[0] - sent[1] == 2 * weights * (4 - 1) / 4  # in forward and backward; of this rank
+    # in forward and backward, one byte for four, of the half that this rank has
+    assert sent[0] - sent[1] == 2 * (4 - 1) * weights / 2
 
 
 # Random models.
@@ -93,11 +104,11 @@ def test_float8_weights_are_gathered_in_float8():
 
 @on_ranks(2)
 def test_equal_or_refused():
-    cases = drawn(24, 1)  # benchmarks/sweeps/random_cases.py draws others
+    cases = drawn(12, 1)  # benchmarks/sweeps/random_cases.py draws others
     found = outcomes(cases)
     counts = Counter(each.partition(":")[0] for each in found)
     assert not [
         pair for pair in zip(found, cases, strict=True) if pair[0].partition(":")[0] not in GOOD
     ]
-    assert counts["equal"] >= 8
+    assert counts["equal"] >= 4
     assert counts["refused"] >= 1
