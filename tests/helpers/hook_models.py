@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import named_sharded_parameters
+from shardkit.optim import step_on_local_shards
 
 # On two ranks. The meshes replicate on two ranks, and shard on two beside a replicate axis of one.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -122,6 +123,7 @@ def assert_trains_alike(
     optimizers = [
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)
     ]
+    step_on_local_shards(optimizers[1])
     for step in range(steps):
         expected, actual = loss(plain, step), loss(sharded, step)
         assert torch.equal(expected, actual), (step, expected, actual)

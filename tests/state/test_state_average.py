@@ -60,7 +60,7 @@ def test_the_bits_of_the_average_of_the_plain_model(shape, tmp_path):
             sharded_average(model, decay, use_buffers=use_buffers),
             AveragedModel(plain, multi_avg_fn=multi_avg_fn, use_buffers=use_buffers),
         )
-        for step in range(5):
+        for step in range(3):
             if decay is warm_up:
                 expected.multi_avg_fn = get_ema_multi_avg_fn(warm_up(max(step, 1)))
             plain.load_state_dict(values_at(step))

@@ -60,15 +60,10 @@ FLOAT32 = 1e-6
 
 # How a program saves full state, and how a run of it goes on from that.
 FULL = {
-    "dit_ema": (
-        "--save-at 2 --out {at} --grad-clip 1e9",
-        "--resume {at} --fresh-optimizer --grad-clip 1e9",
-    ),
     "nano_gpt": ("--save-at 2 --out {at}/ckpt.pt", "--init-from {at}/ckpt.pt"),
 }
 # The program, who resumes it, and whose file that is.
 FULL_BOTH_WAYS = [
-    ("dit_ema", "torch", "replaced"),
     ("nano_gpt", "torch", "replaced"),
     ("nano_gpt", "changed", "torch"),
 ]
