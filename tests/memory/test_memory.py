@@ -9,6 +9,7 @@ import transformers
 from memory_count import counted_peak
 from small_models import Block, Decoder
 from small_moe import MoE
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
