@@ -8,7 +8,7 @@ file runs in such a world, whatever it shards.
 """
 
 import doctest
-import importlib
+import importlib.util
 import io
 import itertools
 import re
@@ -40,6 +40,7 @@ FENCE = re.compile(
 WORLD = re.compile(r"^<!-- fake_world\((\d+)\) -->$", re.MULTILINE)
 FILE = re.compile(r"# (test_\w+\.py)\n")
 PROGRAM = re.compile(r"# torchrun ")
+OPTIONAL = re.compile(r"from (torchdata)\b")  # not of the test extra
 COMMAND = re.compile(r"^(?:\$ )?python -m shardkit +([a-z]\S*)", re.MULTILINE)
 
 
@@ -73,6 +74,9 @@ def run_page(text, name):
             if block.language != "python" or FILE.match(block.code):
                 continue
             if PROGRAM.match(block.code):
+                continue
+            optional = OPTIONAL.match(block.code)
+            if optional is not None and importlib.util.find_spec(optional[1]) is None:
                 continue
             if world is not None and block.offset > world.start():
                 stack.enter_context(fake_world(int(world[1])))
@@ -121,6 +125,7 @@ def no_world_left():
 
 # transformers' own, met by peft
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11's
 @pytest.mark.usefixtures("no_world_left")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):

@@ -117,6 +117,11 @@ def test_the_project_learns_resumes_and_its_trace_names_the_units(tmp_path, caps
     assert (tmp_path / "step.png").stat().st_size > 1000
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_engines_receive_the_merged_weights(tmp_path):
+    losses(on_4, "weight_sync.py", tmp_path)  # which compares them
+
+
 def test_experts_train_alike_whatever_the_expert_parallelism(tmp_path):
     whole, split = (losses(on_4, "experts.py", tmp_path, "--steps", 4, "--ep", ep) for ep in (1, 4))
     assert whole[-1] < whole[0] - 1
