@@ -130,7 +130,14 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
             model(*args, **kwargs)
         return uses
 
-    return on_fake_tensors(watch, model, plan, batch, "example_batch", fix)
+    uses = on_fake_tensors(watch, model, plan, batch, "example_batch", fix)
+    if plan.units[-1].name not in uses.called:  # the root
+        raise PlanError(
+            f"{type(model).__name__} has a __call__ of its own, as in GPyTorch, which runs no hooks "
+            "of the model, so FSDP2 unshards nothing. Call it in the forward of a module around "
+            "it, and shard that."
+        )
+    return uses
 
 
 def _containers(tree: Any) -> list[Any]:

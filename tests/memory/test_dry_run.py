@@ -323,6 +323,15 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error():
         plan_model(Values(), mesh=TWO, example_batch=torch.ones(2, 7))
 
 
+def test_a_call_that_runs_no_hooks_is_refused():
+    class Process(Block):  # as GPyTorch's
+        def __call__(self, x):
+            return self.forward(x)
+
+    with pytest.raises(PlanError, match="Process has a __call__ of its own"):
+        plan_model(Process(), mesh=TWO, example_batch=torch.randn(2, 8))
+
+
 @pytest.mark.parametrize("build", [hidden, filling, Changing])
 @on_ranks(2)
 def test_what_is_left_out_trains_as_the_plain_model_does(build):
