@@ -6,6 +6,7 @@ docstrings.
 
 import importlib
 import re
+from html import unescape
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -20,6 +21,7 @@ OUTSIDE = {
 PAGES = {**OUTSIDE, "index.md": "README.md"}
 STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()
 CODE = re.compile("(?<=<code>)[^<]*")
+BLOCK = re.compile(r'<div class="language-\w+ highlight">.*?</div>', re.DOTALL)
 # beside the top level
 PACKAGES = (
     "checkpoint",
@@ -51,13 +53,23 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Show ``:func:`name``` of docstrings as code, and let code in tables break after its
-    punctuation, for phones.
+    """Show ``:func:`name``` of docstrings as code, make tables that a program prints fit, and let
+    code in tables break after its punctuation, for phones.
     """
     html = re.sub(r":\w+:<code>~?", "<code>", html)
+    html = BLOCK.sub(_fitted, html)
     return re.sub(
         r"<t[dh]\b.*?</t[dh]>", lambda cell: CODE.sub(_breakable, cell[0]), html, flags=re.DOTALL
     )
+
+
+def _fitted(block):
+    """Tell site.css how many columns the lines that are aligned by spaces have."""
+    text = unescape(re.sub("<[^>]*>", "", block[0]))
+    aligned = [len(line) for line in text.splitlines() if re.search(r"\S {3,}\S.* {2,}\S", line)]
+    if len(aligned) < 2:
+        return block[0]
+    return block[0].replace("<div ", f'<div style="--columns: {max(aligned)}" ', 1)
 
 
 def _breakable(code):
