@@ -21,7 +21,7 @@ OUTSIDE = {
 PAGES = {**OUTSIDE, "index.md": "README.md"}
 STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()
 CODE = re.compile("(?<=<code>)[^<]*")
-BLOCK = re.compile(r'<div class="language-\w+ highlight">.*?</div>', re.DOTALL)
+BLOCK = re.compile(r'<div class="highlight">.*?</div>', re.DOTALL)
 # beside the top level
 PACKAGES = (
     "checkpoint",
