@@ -33,6 +33,7 @@ def plan_model(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  never changed
     ignored_params: Iterable[nn.Parameter | str] | None = None,
+    float32: Rule | Sequence[Rule] = (),
     replicate: Rule | Sequence[Rule] = (),
     tiles: Mapping[Any, int] | None = None,
     checkpoint_activations: bool | str | Callable[..., Any] = False,
@@ -65,6 +66,10 @@ def plan_model(
             only.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the
             CPU.
+        float32: modules, by rules without settings, that compute in float32 whatever ``mp_policy``
+            says, such as norms, routers and heads. Those inside of one unit are a unit of their
+            own. Each casts inputs in bf16 or fp16 to float32, and its outputs back; an
+            ``nn.Linear``, such as a router or a head, returns float32.
         ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced.
             Scalars and empty parameters need not be: FSDP2 cannot shard them, so they are
             replicated and their gradients reduced.
@@ -122,6 +127,7 @@ def plan_model(
         units=units,
         settings=settings,
         ignored_params=list(ignored_params or ()),
+        float32=float32,
         replicate=replicate,
         tiles=tiles,
         prefetch=prefetch,
@@ -158,6 +164,7 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  never changed
     ignored_params: Iterable[nn.Parameter | str] | None = None,
+    float32: Rule | Sequence[Rule] = (),
     replicate: Rule | Sequence[Rule] = (),
     tiles: Mapping[Any, int] | None = None,
     checkpoint_activations: bool | str | Callable[..., Any] = False,

@@ -208,6 +208,12 @@ def _replace_forwards(model: nn.Module, plan: ShardingPlan) -> None:
         from shardkit.apply.order import order_forwards
 
         order_forwards(model, plan)
+    for unit in plan.units:
+        if unit.float32:
+            from shardkit.runtime.float32 import compute_in_float32
+
+            for fqn in unit.modules:
+                compute_in_float32(model.get_submodule(fqn))
     for fqn, dtype in plan.replicated_modules().items():
         from shardkit.runtime.replicated import compute_in
 

@@ -30,8 +30,8 @@ def _whole_plan(plan: PlanData) -> Iterator[str]:
     if overriding:
         yield (
             f"mp_policy has a param_dtype_override_fn for {listing(overriding, 6)}. A plan is "
-            "plain data, which ranks compare and JSON stores. Give the modules that keep their "
-            "dtype a unit with a policy of its own, or set ignored_params."
+            "plain data, which ranks compare and JSON stores. Name the modules that compute in "
+            'float32: float32=["**norm*"].'
         )
     if plan.replicated and not any(unit.params for unit in plan.units):
         yield (

@@ -79,6 +79,12 @@ def python(plan: PlanData, before: str = "") -> str:
 
         code.append("import functools\nfrom typing import Any\nfrom torch import nn\n")
         code.append(inspect.getsource(compute_in))
+    if any(unit.float32 for unit in plan.units):
+        from shardkit.runtime.float32 import compute_in_float32
+
+        code.append("import functools\nfrom typing import Any\nfrom torch import Tensor, nn")
+        code.append("from torch.utils._pytree import tree_map\n")
+        code.append(inspect.getsource(compute_in_float32))
     if any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units):
         code.append(_DIVIDE)
 
@@ -147,6 +153,9 @@ def _setup(plan: PlanData) -> list[str]:
 def _calls(plan: PlanData, unit: ShardUnit) -> list[str]:
     """Return the code that makes ``modules`` this unit. Units with the same code share a loop."""
     code = []
+    if unit.float32:
+        code.append("    for module in modules:")
+        code.append("        compute_in_float32(module)")
     if unit.checkpoint_activations:
         policy = str(unit.checkpoint_activations).replace(":", ".")
         policy = {"True": "", "selective": _PRODUCTS}.get(policy, policy)

@@ -49,7 +49,9 @@ class PlanData:
         policy = unit.mp_policy
         if policy.param_dtype is not None and policy.reduce_dtype is None:
             # Since torch 2.15 None is the dtype of the parameters. Before, it was param_dtype.
-            dtypes = {spec.dtype for spec in self.specs_of(unit) if spec.trainable}
+            specs = self.specs_of(unit)
+            trainable = [spec for spec in specs if spec.trainable]  # if none, they may train later
+            dtypes = {spec.dtype for spec in trainable or specs}
             if len(dtypes) == 1:
                 changes["mp_policy"] = replace(policy, reduce_dtype=dtypes.pop())
         return replace(unit, **changes) if changes else unit

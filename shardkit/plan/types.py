@@ -249,6 +249,8 @@ class ShardUnit:
         mesh: the axis that this unit is sharded on, where not on all that shard: experts that the
             model has split over the axes after it. None is all.
         may_skip: ranks may call the module or not; those that do not take part in its collectives.
+        float32: each module casts its inputs in bf16 or fp16 to float32 itself, and its outputs
+            back.
     """
 
     modules: tuple[str, ...]
@@ -262,6 +264,7 @@ class ShardUnit:
     shard_dims: tuple[tuple[str, int], ...] = ()
     mesh: str | None = None
     may_skip: bool = False
+    float32: bool = False
 
     def __post_init__(self) -> None:
         if self.shard_dims != ():  # pairs, or a mapping

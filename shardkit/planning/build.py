@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, listing, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
@@ -30,6 +31,7 @@ def build_plan(
     units: Rule | Sequence[Rule] | None = None,
     settings: Overrides | None = None,
     ignored_params: Iterable[nn.Parameter | str] | None = None,
+    float32: Rule | Sequence[Rule] = (),
     replicate: Rule | Sequence[Rule] = (),
     tiles: Mapping[Any, int] | None = None,
     prefetch: int = 0,
@@ -45,9 +47,9 @@ def build_plan(
     ignored = _ignored_fqns(tree, ignored_params or ())
     whole: set[ModuleNode] = set()
     tiled: dict[ModuleNode, int] = {}
-    if units is not None or replicate or tiles:
+    if units is not None or float32 or replicate or tiles:
         # the user's rules, which the default rule does without
-        from shardkit.planning.rules import replicated_modules, select, tiled_modules
+        from shardkit.planning.rules import in_float32, replicated_modules, select, tiled_modules
 
         whole = replicated_modules(tree, replicate)
         tiled = tiled_modules(tree, tiles or {})
@@ -66,6 +68,9 @@ def build_plan(
         selections = select(tree, units)
         if not any(tree.root in selection.modules for selection in selections):
             selections = [*selections, Selection((tree.root,), reshard=False)]
+    if float32:
+        policy = settings.get("mp_policy") or MixedPrecisionPolicy()
+        selections = in_float32(tree, selections, float32, policy)
     if whole:
         selections = _without(selections, whole - {tree.root})
 
@@ -131,6 +136,9 @@ def _without(selections: list[Selection], replicated: set[ModuleNode]) -> list[S
     """
     kept = []
     for selection in selections:
+        if selection.float32:  # without parameters it still casts what its modules are given
+            kept.append(selection)
+            continue
         modules = tuple(node for node in selection.modules if node not in replicated)
         if modules:
             kept.append(replace(selection, modules=modules))
@@ -249,6 +257,8 @@ def _unit(
     is_block = (
         is_alone and bool(tree.children(first)) and not isinstance(first.module, nn.Embedding)
     )
+    if selection.float32 and not selection.reshard:
+        is_block = False  # a part of one
     chosen: dict[str, Any] = dict(settings)
     if not is_block:
         chosen.pop("checkpoint_activations", None)
@@ -267,6 +277,7 @@ def _unit(
         modules=fqns,
         params=tuple(params),
         blocks=fqns if is_block else (),
+        float32=selection.float32,
         **chosen,
     )
 

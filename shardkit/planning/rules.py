@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import Unpack
 
 from shardkit.errors import PlanError, listing
@@ -18,7 +21,14 @@ from shardkit.planning.selection import (
     check_settings,
     large_modules,
 )
-from shardkit.planning.tree import ModelTree, ModuleNode, has_forward, in_order
+from shardkit.planning.tree import (
+    ModelTree,
+    ModuleNode,
+    has_forward,
+    in_order,
+    outermost,
+    units_around,
+)
 
 
 def by_class(*classes: type[nn.Module] | str, **overrides: Unpack[Overrides]) -> UnitRule:
@@ -140,6 +150,45 @@ def replicated_modules(tree: ModelTree, rules: Rule | Sequence[Rule]) -> set[Mod
             "rank holds in full can be replicated. Leave its module out."
         )
     return modules
+
+
+def in_float32(
+    tree: ModelTree,
+    selections: list[Selection],
+    rules: Rule | Sequence[Rule],
+    mp_policy: MixedPrecisionPolicy,
+) -> list[Selection]:
+    """Return the units without the modules that rules match, and those of these, which compute in
+    float32. Those inside of one unit are one together, which stays unsharded until backward.
+    """
+    matched: set[ModuleNode] = set()
+    for rule in _as_rules(rules):
+        for selection in _without_settings(tree, rule, "float32"):
+            _check_callable(rule, selection)
+            matched.update(selection.modules)
+    named = outermost(matched - {tree.root})
+    inside: set[ModuleNode] = set()
+    for node in named:
+        inside.update(tree.subtree(node))
+
+    around = units_around(tree, [selection.modules for selection in selections])
+    units = []
+    for index, selection in enumerate(selections):
+        policy = selection.overrides.get("mp_policy") or replace(mp_policy, output_dtype=None)
+        policy = replace(policy, param_dtype=torch.float32, cast_forward_inputs=False)
+        own = tuple(node for node in selection.modules if node in inside)
+        others = tuple(node for node in selection.modules if node not in inside)
+        parts = [node for node in named if min(around[node]) == index and node not in own]
+        if others:
+            units.append(replace(selection, modules=others))
+        if own:
+            overrides = Overrides(**{**selection.overrides, "mp_policy": policy})
+            units.append(replace(selection, modules=own, overrides=overrides, float32=True))
+        if parts:
+            policy = replace(policy, output_dtype=None)
+            overrides = Overrides(**{**selection.overrides, "mp_policy": policy})
+            units.append(Selection(tuple(parts), overrides, reshard=False, float32=True))
+    return units
 
 
 def tiled_modules(tree: ModelTree, tiles: Mapping[Any, int]) -> dict[ModuleNode, int]:

@@ -37,6 +37,7 @@ class Selection:
     modules: tuple[ModuleNode, ...]  # several are torch's list form
     overrides: Overrides = field(default_factory=Overrides)  # settings that a rule asked for
     reshard: bool = True  # what reshard_after_forward=None means for it
+    float32: bool = False  # its modules compute in it, and cast what they are given and return
 
 
 @dataclass(frozen=True)

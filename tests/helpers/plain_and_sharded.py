@@ -8,6 +8,7 @@ differ by a single bit: losses, gradients, parameters and buffers. (``torch.equa
 integers, in ``tests/grads``.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,12 +41,14 @@ def assert_trains_like_plain(
     optimizer: str = "adamw",
     steps: int = 3,
     micro_batches: int = 1,
+    before_step: Callable[[nn.Module, int], object] = lambda model, step: None,
     **options: Any,
 ):
     """Train an entry, or that of a name in the zoo, and its copy under
     ``shard_model(copy, **options)``: equal bits.
 
     With an ``mp_policy`` the plain gradients come from a copy that is cast as FSDP2 casts.
+    ``before_step`` is called with each of them, as to freeze a part.
     """
     entry = name if isinstance(name, Entry) else ZOO[name]
     plain, sharded, plan = _copies(entry, mesh, options)
@@ -55,6 +58,8 @@ def assert_trains_like_plain(
     start = {fqn: param.detach().clone() for fqn, param in plain.named_parameters()}
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(steps):
+        for model in {plain, compute, sharded}:
+            before_step(model, step)
         counts = float(rank == step % world)
         for number in range(step * micro_batches, (step + 1) * micro_batches):
             is_last = number == (step + 1) * micro_batches - 1

@@ -83,6 +83,7 @@ CASES = {
     "prefetched": {"prefetch": 2, "mp_policy": HALF},
     "blocks only": {"units": by_class(Block)},
     "one unit": {"units": []},
+    "float32 modules": {"float32": ["**norm", "head"], "mp_policy": HALF},
     "replicated modules": {"replicate": by_name("layers.1", "head"), "mp_policy": HALF},
 }
 

@@ -63,6 +63,23 @@ def test_settings_on_4_ranks(setting, name):
     assert_trains_like_plain(name, **{"optimizer": "sgd", "steps": 2} | ON_4_RANKS[setting])
 
 
+def thaw_and_freeze(model, step):
+    """The model was built with more of it frozen."""
+    frozen = {0: model.layers[:2], 3: model.layers[1:]}
+    model.requires_grad_(True)
+    if step in frozen:
+        frozen[step].requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mp_policy": BFLOAT16}, {"replicate": "**norm*"}], ids=str
+)
+@on_ranks(2)
+def test_unfrozen_and_frozen_between_steps(options):
+    sgd = {"mesh": (2,), "optimizer": "sgd", "steps": 4, "before_step": thaw_and_freeze}
+    assert_trains_like_plain("frozen", **sgd, **options)
+
+
 def train_where_settings_meet(mesh):
     """With weights in float32, and in torchao's float8 where not compiled, which takes long."""
     cells = [cell for cell in step_settings.pairs() if mesh in cell]
