@@ -281,25 +281,3 @@ def test_parameters_are_the_sharded_ones_whenever_they_are_asked_for():
     squares = sum((p.grad**2).sum() for p in params if p.grad is not None)
     dist.all_reduce(squares)
     assert squares.sqrt().item() == pytest.approx(1e-3, rel=1e-3)
-
-
-@on_ranks(2)
-def test_one_optimizer_for_sharded_and_ignored_parameters():
-    def trained(wrapper, **how):
-        model = Decoder()
-        model = wrapper(
-            model, auto_wrap_policy=BLOCKS, use_orig_params=True, ignored_states=[model.norm]
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
-        values = []
-        for step in range(3):
-            # One batch for both ranks, as ignored gradients are not reduced.
-            loss = token_loss(model, step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            values.append(loss.item())
-        return values
-
-    for how in ({"fused": True}, {"foreach": True}, {}):
-        assert trained(FSDP, **how) == trained(fsdp1, **how), how
