@@ -12,9 +12,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,7 @@ LONGEST = {"test_dropin_programs", "test_parity", "test_examples"}  # begun firs
 Group = list[pytest.Item]  # of one file
 
 
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
+def pytest_runtestloop(session):
     """Run the collected items; None leaves it to pytest."""
     groups = [
         list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)
@@ -48,11 +46,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
-def _place(group: Group) -> tuple[bool, bool]:
+def _place(group):
     return group[0].path.stem not in LONGEST, not _has_ranks(group)
 
 
-def _has_ranks(group: Group) -> bool:
+def _has_ranks(group):
     names = vars(getattr(group[0], "module", None) or object)
     return "distributed" in names or "on_ranks" in names
 
@@ -64,16 +62,14 @@ class _Several:
     them. What a fork has to say about file 7 is the file ``7`` in the folder.
     """
 
-    def __init__(
-        self, session: pytest.Session, groups: list[Group], others: list[int], folder: Path
-    ):
+    def __init__(self, session, groups, others, folder):
         self.session, self.groups, self.folder = session, groups, folder
         self.unread = set(others)  # files that nothing is reported of
         self.queue, end = os.pipe()
         os.write(end, b"".join(number.to_bytes(4, "little") for number in others))
         os.close(end)
 
-    def run(self, first: int):
+    def run(self, first):
         """Be the parent: fork, run the first file, then others, and report the forks'."""
         children = [self._fork() for _ in range(FORKS)]
         codes = []
@@ -94,13 +90,13 @@ class _Several:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
 
-    def _fork(self) -> int:
+    def _fork(self):
         child = os.fork()
         if not child:
             _end_as_a_fork(self._serve)
         return child
 
-    def _claimed(self) -> Iterator[int]:
+    def _claimed(self):
         while number := os.read(self.queue, 4):
             yield int.from_bytes(number, "little")
 
@@ -135,7 +131,7 @@ class _Several:
                     # none where a fork was stopped before it
                     self._log(item, reports.get(item.nodeid, []))
 
-    def _report_lost(self, codes: list[int]):
+    def _report_lost(self, codes):
         """Fail what a fork has taken and not finished."""
         for number in sorted(self.unread):
             for item in self.groups[number]:
@@ -150,7 +146,7 @@ class _Several:
                     ],
                 )
 
-    def _log(self, item: pytest.Item, reports: list[dict[str, Any]]):
+    def _log(self, item, reports):
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for data in reports:
@@ -163,30 +159,30 @@ class _Several:
 class _Recorder:
     """Keeps the reports of each item, in a form that another process can read."""
 
-    def __init__(self, config: pytest.Config):
+    def __init__(self, config):
         self.config = config
-        self.reports: dict[str, list[dict[str, Any]]] = {}
+        self.reports = {}
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport):
+    def pytest_runtest_logreport(self, report):
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         self.reports.setdefault(report.nodeid, []).append(data)
 
 
-def _run(session: pytest.Session, group: Group):
+def _run(session, group):
     """What pytest's own loop does, for one file; its fixtures end with it."""
     for item, following in itertools.zip_longest(group, group[1:]):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         _stop_if_asked(session)
 
 
-def _stop_if_asked(session: pytest.Session):
+def _stop_if_asked(session):
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
         raise session.Interrupted(session.shouldstop)
 
 
-def _end_as_a_fork(body: Any):
+def _end_as_a_fork(body):
     """Run ``body`` and end without what the parent's end is for: summaries, and the caller's
     ``finally``.
     """

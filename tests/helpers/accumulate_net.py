@@ -2,20 +2,17 @@
 in any order.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from grads_net import Net
 from grads_net import shard as shard
-from torch import Tensor, nn
 
 from shardkit.grads import accumulate
 
 WEIGHTS = torch.randint(-2, 3, (7,), generator=torch.Generator().manual_seed(5)).float()
 
 
-def integer_net(seed: int = 0) -> Net:
+def integer_net(seed=0):
     """Net with parameters of -1, 0 and 1; its gradients stay far below 2**24."""
     net = Net()
     generator = torch.Generator().manual_seed(seed)
@@ -26,20 +23,18 @@ def integer_net(seed: int = 0) -> Net:
     return net
 
 
-def batches(seed: int, micro_batches: int, ranks: int = 4) -> Tensor:
+def batches(seed, micro_batches, ranks=4):
     """Token ids of every micro-batch of every rank: (micro_batches, ranks, 2, 5)."""
     return torch.randint(
         0, 7, (micro_batches, ranks, 2, 5), generator=torch.Generator().manual_seed(seed)
     )
 
 
-def loss(model: nn.Module, ids: Tensor) -> Tensor:
+def loss(model, ids):
     return (model(ids) * WEIGHTS.to(model.head.weight.dtype)).sum().float()
 
 
-def micro_steps(
-    model: nn.Module, ids: Tensor, after: Callable[[int], None] | None = None, **options: object
-):
+def micro_steps(model, ids, after=None, **options):
     """A step of this rank's micro-batches; ``after`` is called inside, after each backward."""
     for i, mine in enumerate(ids[:, dist.get_rank()]):
         with accumulate(model, last=i == len(ids) - 1, **options):
@@ -48,7 +43,7 @@ def micro_steps(
                 after(i)
 
 
-def one_large_batch(plain: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+def one_large_batch(plain, ids):
     """The mean over the ranks of the gradients of all micro-batches, by one backward in one
     process.
     """

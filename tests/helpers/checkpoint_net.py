@@ -2,8 +2,6 @@
 are compared.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from grads_net import Net
@@ -30,19 +28,19 @@ class Trained(Net):
         self.register_buffer("steps", torch.tensor(0))
         self.note = {"seen": 0}
 
-    def get_extra_state(self) -> dict[str, int]:
+    def get_extra_state(self):
         return self.note
 
-    def set_extra_state(self, state: dict[str, int]):
+    def set_extra_state(self, state):
         self.note = state
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         self.steps += 1
         self.note = {"seen": self.note["seen"] + ids.numel()}
         return super().forward(ids)
 
 
-def build(shape: tuple[int, ...] | None, seed: int = 0, lr: float = 1e-2) -> tuple[Any, ...]:
+def build(shape, seed=0, lr=1e-2):
     """Model, optimizer with two groups, and scheduler; sharded on a mesh of ``shape``, plain for
     None.
     """
@@ -60,7 +58,7 @@ def build(shape: tuple[int, ...] | None, seed: int = 0, lr: float = 1e-2) -> tup
     return net, optimizer, LambdaLR(optimizer, lambda epoch: 0.9**epoch)
 
 
-def train(net: nn.Module, optimizer: Any, scheduler: Any, steps: int = 2) -> list[float]:
+def train(net, optimizer, scheduler, steps=2):
     """Every rank has the same batch, and noise of the CPU generator, so that restoring it shows."""
     losses = []
     for _ in range(steps):
@@ -74,7 +72,7 @@ def train(net: nn.Module, optimizer: Any, scheduler: Any, steps: int = 2) -> lis
     return losses
 
 
-def whole(net: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def whole(net, optimizer, scheduler):
     """All that training goes on from, on rank 0 in full. Collective."""
     with torch.no_grad():
         tensors = {
@@ -95,5 +93,5 @@ def whole(net: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     }
 
 
-def is_first() -> bool:
+def is_first():
     return not dist.is_initialized() or dist.get_rank() == 0

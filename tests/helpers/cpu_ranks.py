@@ -3,5 +3,5 @@
 from shardkit.testing import distributed
 
 
-def on_ranks(number: int, timeout: float = 60):
+def on_ranks(number, timeout=60):
     return distributed(world_size=number, backend="gloo", timeout=timeout)

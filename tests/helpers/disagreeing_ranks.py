@@ -10,7 +10,6 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing import get_context
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ class Expected(NamedTuple):
     rank: int = 1  # that disagrees
 
 
-def differ(others: str, rank_1: str) -> str:
+def differ(others, rank_1):
     """The sentence about a call that all four ranks made."""
     return rf"ranks differ in call \d+: {others} on ranks 0, 2-3, {rank_1} on rank 1\. "
 
@@ -79,7 +78,7 @@ class Net(nn.Module):
         self.tower = nn.Linear(16, 16)
         self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(16, 4)
 
-    def forward(self, x: torch.Tensor, kind: str = "") -> torch.Tensor:
+    def forward(self, x, kind=""):
         for i, layer in enumerate(self.layers):
             x = layer(x)
             if i != 1:
@@ -92,7 +91,7 @@ class Net(nn.Module):
         return x
 
 
-def step(model: nn.Module, kind: str):
+def step(model, kind):
     """One step; ``kind`` is empty unless this rank disagrees in it."""
     if kind == "raises":
         raise ValueError("bad sample")  # raises
@@ -108,7 +107,7 @@ def step(model: nn.Module, kind: str):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tuple[int, ...]):
+def rank_of(kind, rank, folder, after, how, mesh):
     """Train as one rank; what is logged goes to the file of the rank."""
     output = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
@@ -138,7 +137,7 @@ def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tu
     os._exit(0)
 
 
-def train(model: nn.Module, kind: str, rank: int, steps: int):
+def train(model, kind, rank, steps):
     """Train, until this rank disagrees or longer."""
     for number in range(steps):
         disagrees = number == STEP and rank == EXPECTED[kind].rank
@@ -156,9 +155,7 @@ class Outcome(NamedTuple):
     logged: list[str]
 
 
-def run(
-    kind: str, folder: Path, after: float = 0.5, how: str = "with", mesh: tuple[int, ...] = (WORLD,)
-) -> Outcome:
+def run(kind, folder, after=0.5, how="with", mesh=(WORLD,)):
     """Run all ranks until the report comes, or to their end if ``how`` is "end" or "wait", at most
     60 s.
     """
@@ -179,7 +176,7 @@ def run(
     return read(folder)
 
 
-def read(folder: Path) -> Outcome:
+def read(folder):
     """Read what the ranks wrote."""
     files = [folder / str(rank) for rank in range(WORLD)]
     output = [file.read_text() if file.exists() else "" for file in files]
@@ -189,7 +186,7 @@ def read(folder: Path) -> Outcome:
     return Outcome(last, output, [report.splitlines()[0] for report in reports])
 
 
-def is_named(kind: str, report: str) -> bool:
+def is_named(kind, report):
     """Whether the report names the rank and the unit or call."""
     expected = EXPECTED[kind]
     row = re.search(rf"^- rank {expected.rank}: (.*)", report, re.MULTILINE)

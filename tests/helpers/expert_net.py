@@ -4,18 +4,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from layouts import full
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardkit import (
-    ShardingPlan,
     by_class,
     by_name,
     clip_grad_norm_,
@@ -34,9 +30,9 @@ class Experts(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(EXPERTS, DIM, DIM, dtype=torch.double) / 3)
         self.bias = nn.Parameter(torch.randn(EXPERTS, DIM, dtype=torch.double))
-        self.group: Any = None
+        self.group = None
 
-    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+    def forward(self, x, expert):
         if self.group is None:
             return torch.einsum("td,tdf->tf", x, self.weight[expert]) + self.bias[expert]
         weight, bias = (
@@ -62,22 +58,22 @@ class Block(nn.Module):
         # a scalar, which is replicated
         self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.double))
 
-    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+    def forward(self, x, expert):
         return x + self.scale * self.experts(torch.tanh(self.linear(x)), expert)
 
 
 class ExpertNet(nn.Module):
-    def __init__(self, seed: int = 0):
+    def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.ModuleList(Block() for _ in range(2))
 
-    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+    def forward(self, x, expert):
         for layer in self.layers:
             x = layer(x, expert)
         return x
 
-    def split(self, mesh: DeviceMesh) -> ExpertNet:
+    def split(self, mesh):
         """Split the experts over a mesh of one axis, in place."""
         for experts in (layer.experts for layer in self.layers):
             experts.group = mesh.get_group()
@@ -90,33 +86,33 @@ class ExpertNet(nn.Module):
 RULES = [by_name("layers.*.experts", mesh="efsdp"), by_class(Block)]
 
 
-def expert_plan(model: nn.Module, mesh: Any) -> ShardingPlan:
+def expert_plan(model, mesh):
     return plan_model(model, mesh=mesh, units=RULES)
 
 
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def batch(rank, step):
     """The tokens of one rank and the expert of each."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(TOKENS[rank], DIM, generator=generator, dtype=torch.double)
     return x, torch.randint(0, EXPERTS, (TOKENS[rank],), generator=generator)
 
 
-def sharded_backward(model: nn.Module, step: int):
+def sharded_backward(model, step):
     x, expert = batch(dist.get_rank(), step)
     scale_loss(model(x, expert).square().sum(), global_token_count(len(x), model), model).backward()
 
 
-def plain_backward(model: nn.Module, ranks: int, step: int):
+def plain_backward(model, ranks, step):
     losses = [model(*batch(rank, step)).square().sum() for rank in range(ranks)]
     torch.stack(losses).sum().div(sum(TOKENS[:ranks])).backward()
 
 
-def worst(pairs: Any) -> float:
+def worst(pairs):
     """The largest difference of pairs of tensors, relative to the second's largest element."""
     return max(((full(a) - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
-def train_both(model: nn.Module, plain: nn.Module, steps: int = 3) -> float:
+def train_both(model, plain, steps=3):
     """Train the sharded model and the plain one with clipping and AdamW; the worst relative
     difference of anything.
     """

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import warnings
 from multiprocessing import connection, forkserver, get_context, resource_tracker, util
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from shardkit._torch.dispatch import RANK_IMPORTS
@@ -56,7 +55,7 @@ def serve():
     server._forkserver_address, server._forkserver_alive_fd = address, alive_here
 
 
-def python(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def python(*words, cwd=None):
     """Run ``python SCRIPT ...``, ``python -m MODULE ...`` or ``python -c CODE``; what it printed
     and returned.
 
@@ -76,7 +75,7 @@ def python(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedP
     return subprocess.CompletedProcess(words, process.exitcode, stdout, stderr)
 
 
-def start(folder: Path, *words: str | Path, cwd: Path | None = None) -> BaseProcess:
+def start(folder, *words, cwd=None):
     """Start such a program; what it prints goes to the files ``stdout`` and ``stderr`` of the
     folder.
     """
@@ -89,7 +88,7 @@ def start(folder: Path, *words: str | Path, cwd: Path | None = None) -> BaseProc
     return process
 
 
-def _run(command: list[str], cwd: Path, environment: dict[str, str], folder: Path):
+def _run(command, cwd, environment, folder):
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
@@ -117,7 +116,7 @@ def _run(command: list[str], cwd: Path, environment: dict[str, str], folder: Pat
     os._exit(code)  # what else ends with an interpreter is pytest's; ranks end with their parent
 
 
-def _run_as_main(command: list[str]):
+def _run_as_main(command):
     sys.argv = command if command[0] not in ("-m", "-c") else command[1:]
     sys.path.insert(0, str(Path(command[0]).parent) if sys.argv is command else "")
     if command[0] == "-m":
@@ -139,7 +138,7 @@ def _forget_pytest():
         warnings.simplefilter("ignore", kind, append=True)
 
 
-def start_method() -> str:
+def start_method():
     """How multiprocessing starts processes here: torch.compile's locks end with a rank only if that
     is not changed.
     """

@@ -3,18 +3,15 @@ ranks.
 """
 
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import small_models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshes import mesh_of
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardkit.optim import step_on_local_shards
@@ -57,22 +54,22 @@ class ConvNet(nn.Module):
         return self.head(self.body(self.stem(x)).mean((2, 3)))
 
 
-def token_loss(model: nn.Module, seed: int) -> Tensor:
+def token_loss(model, seed):
     tokens = torch.randint(0, TOKENS, (2, 5), generator=torch.Generator().manual_seed(seed))
     return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
-def image_loss(model: nn.Module, seed: int) -> Tensor:
+def image_loss(model, seed):
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
     return F.cross_entropy(model(images).float(), torch.arange(4) % 3)
 
 
-def hybrid_mesh() -> DeviceMesh:
+def hybrid_mesh():
     return mesh_of((2, 2))
 
 
 @cache
-def pairs() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def pairs():
     """FSDP1's pair of groups for two nodes of two ranks: the one that shards, and the one that
     replicates.
     """
@@ -80,25 +77,25 @@ def pairs() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet():
     """FSDP1 warns of what it deprecates, switches and wraps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def fsdp1(model: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
+def fsdp1(model, **arguments):
     with quiet():
         return FullyShardedDataParallel(model, device_id=CPU, **arguments)
 
 
 def losses(
-    model: nn.Module,
-    loss: Any = token_loss,
-    steps: int = 3,
-    one_counts: bool = False,
-    local_step: bool = False,
-) -> Tensor:
+    model,
+    loss=token_loss,
+    steps=3,
+    one_counts=False,
+    local_step=False,
+):
     """The losses of ``steps`` steps of AdamW, each rank with a batch of its own; no step of
     clipping.
 

@@ -4,13 +4,10 @@ import contextlib
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -27,21 +24,21 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="only a GPU can show it")
 adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
-def tokens(step: int = 0) -> Tensor:
+def tokens(step=0):
     generator = torch.Generator().manual_seed(step)
     return torch.randint(SHAPE.vocabulary, (2, 64), generator=generator).to(DEVICE)
 
 
-def plain(seed: int = 0) -> nn.Module:
+def plain(seed=0):
     torch.manual_seed(seed)
     return Llama(SHAPE, 64).to(DEVICE)
 
 
-def sharded(seed: int = 0, **settings: Any) -> nn.Module:
+def sharded(seed=0, **settings):
     return shardkit.shard_model(plain(seed), **settings)
 
 
-def by_hand(**settings: Any) -> nn.Module:
+def by_hand(**settings):
     """The same model by ``fully_shard``, with blocks and the root as units."""
     model = plain()
     mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("dp_shard",))
@@ -51,11 +48,11 @@ def by_hand(**settings: Any) -> nn.Module:
 
 
 def train(
-    model: nn.Module,
-    optimizer: Any,
-    steps: int = 3,
-    clip: Callable[[nn.Module], object] | None = None,
-) -> Tensor:
+    model,
+    optimizer,
+    steps=3,
+    clip=None,
+):
     """Train on ``steps`` batches and return the losses."""
     losses = []
     for step in range(steps):
@@ -69,7 +66,7 @@ def train(
     return torch.stack(losses).cpu()
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
+def values(model):
     """Copies of the full parameters on the CPU."""
     found = {}
     for name, param in model.named_parameters():
@@ -78,21 +75,21 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]):
+def assert_same(ours, theirs):
     """Equal bit for bit."""
     assert ours.keys() == theirs.keys()
     different = [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
     assert not different
 
 
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]):
+def assert_close(ours, theirs):
     """Equal but for the rounding of float32 in another order of additions, over three steps."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
 
 
-def mean_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+def mean_difference(ours, theirs):
     """Return the mean of the absolute differences of all elements."""
     assert ours.keys() == theirs.keys()
     differences = [(value - theirs[name]).abs().flatten() for name, value in ours.items()]
@@ -100,7 +97,7 @@ def mean_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float
 
 
 @contextlib.contextmanager
-def no_host_syncs() -> Iterator[None]:
+def no_host_syncs():
     """What makes the host wait for the GPU raises: ``.item()``, copies from pageable memory."""
     torch.cuda.synchronize()
     try:
@@ -112,13 +109,13 @@ def no_host_syncs() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def keep_stream_busy(milliseconds: int = 200):
+def keep_stream_busy(milliseconds=200):
     """Let the current stream work, so that what does not wait for it reads too early."""
     if HAS_GPU:
         torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
-def allocated() -> int:
+def allocated():
     """Return the bytes that tensors hold on the GPU."""
     gc.collect()
     return torch.cuda.memory_allocated() if HAS_GPU else 0

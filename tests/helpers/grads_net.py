@@ -28,16 +28,14 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 7, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x).relu()
         return self.head(self.frozen(x) * self.gain) + self.narrow(x).sum(-1, keepdim=True)
 
 
-def shard(
-    net: Net, shape: tuple[int, ...] = (), ignored: tuple[str, ...] = (), **arguments: object
-) -> Net:
+def shard(net, shape=(), ignored=(), **arguments):
     """As by hand: blocks and the root, which is left to torch; by default on one axis
     of all ranks.
     """
@@ -50,13 +48,13 @@ def shard(
     return fully_shard(net, mesh=mesh, ignored_params=plain, **arguments)
 
 
-def sharded_net(shape: tuple[int, ...], dtype=torch.float32, offload=False, ignored=()) -> Net:
+def sharded_net(shape, dtype=torch.float32, offload=False, ignored=()):
     torch.manual_seed(0)
     policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
     return shard(Net().to(dtype), shape, ignored, offload_policy=policy)
 
 
-def give_grads(net: nn.Module, seed: int = 1, skip: str = "") -> dict[str, torch.Tensor]:
+def give_grads(net, seed=1, skip=""):
     """Set every trainable parameter's gradient, shard or plain, from one full
     tensor; return those.
     """
@@ -70,18 +68,18 @@ def give_grads(net: nn.Module, seed: int = 1, skip: str = "") -> dict[str, torch
     return full
 
 
-def like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def like(value, param):
     if not isinstance(param, DTensor):
         return value
     return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def full_grads(net: nn.Module) -> dict[str, torch.Tensor]:
+def full_grads(net):
     grads_of = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads_of.items()}
 
 
-def assert_grads(net: nn.Module, expected: dict[str, torch.Tensor]):
+def assert_grads(net, expected):
     """Gradients are the full ``expected``, to the bit; each rank looks at its own part."""
     grads = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
     assert grads.keys() == expected.keys()
@@ -90,18 +88,18 @@ def assert_grads(net: nn.Module, expected: dict[str, torch.Tensor]):
     ]
 
 
-def _same(part: torch.Tensor, full: torch.Tensor) -> bool:
+def _same(part, full):
     if not isinstance(part, DTensor):
         return torch.equal(part, full)
     return part.shape == full.shape and torch.equal(part.to_local(), part_of(full, part))
 
 
-def exact_norm(full: dict[str, torch.Tensor], p: float) -> float:
+def exact_norm(full, p):
     flat = torch.cat([g.flatten() for g in full.values()]).double()
     return torch.linalg.vector_norm(flat, p).item()
 
 
-def bound(full: dict[str, torch.Tensor], p: float) -> float:
+def bound(full, p):
     """Relative error allowed: one float32 rounding for each element that is added, a few more for
     the powers.
 
@@ -111,9 +109,7 @@ def bound(full: dict[str, torch.Tensor], p: float) -> float:
     return 0.0 if p == math.inf else (longest + 4) * 2**-24 * max(1.0, 1 / p)
 
 
-def assert_scaled(
-    net: nn.Module, before: dict[str, torch.Tensor], norm: torch.Tensor, limit: float
-):
+def assert_scaled(net, before, norm, limit):
     """Every gradient is its old value times the one factor, to the bit."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     after = full_grads(net)

@@ -2,20 +2,17 @@
 compare with.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from meshes import mesh_of, part_of
 from small_models import Decoder, sharded
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import named_sharded_parameters
 from shardkit.optim import step_on_local_shards
 
 # On two ranks. The meshes replicate on two ranks, and shard on two beside a replicate axis of one.
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "default": {},
     "root only": {"units": []},
     "never resharded": {"reshard_after_forward": False},
@@ -51,26 +48,26 @@ class Critic(nn.Module):
 class Coder(Decoder):
     """A Decoder that is also called by other methods."""
 
-    def body(self, tokens: Tensor) -> Tensor:
+    def body(self, tokens):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
         return self.norm(x) * 1.0
 
-    def encode(self, tokens: Tensor) -> Tensor:
+    def encode(self, tokens):
         return self.head(self.body(tokens)).clone()
 
     def forward(self, tokens):
         return self.encode(tokens)
 
     @torch.no_grad()
-    def generate(self, tokens: Tensor) -> Tensor:
+    def generate(self, tokens):
         for _ in range(2):
             tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
         return tokens
 
 
-def pair(build: Callable[[], nn.Module] = Decoder, **options: Any) -> tuple[nn.Module, nn.Module]:
+def pair(build=Decoder, **options):
     """A plain model and its sharded copy."""
     options = dict(options)
     if isinstance(options.get("mesh"), tuple):
@@ -81,21 +78,21 @@ def pair(build: Callable[[], nn.Module] = Decoder, **options: Any) -> tuple[nn.M
     return plain, sharded(build, **options)
 
 
-def tokens(seed: int = 0) -> Tensor:
+def tokens(seed=0):
     return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(seed))
 
 
-def vectors(*seeds: int) -> list[Tensor]:
+def vectors(*seeds):
     return [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
 
 
-def gathered(model: nn.Module) -> list[str]:
+def gathered(model):
     """Parameters that are not the sharded ones now."""
     held = dict(named_sharded_parameters(model))
     return [name for name, param in model.named_parameters() if param is not held[name]]
 
 
-def differences(plain: nn.Module, sharded: nn.Module, grads: bool = True) -> list[str]:
+def differences(plain, sharded, grads=True):
     """Parameters, or gradients, of which this rank's part is not that of the plain model, bit for
     bit.
     """
@@ -114,9 +111,7 @@ def differences(plain: nn.Module, sharded: nn.Module, grads: bool = True) -> lis
     return wrong
 
 
-def assert_trains_alike(
-    plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module, int], Tensor], steps: int = 2
-):
+def assert_trains_alike(plain, sharded, loss, steps=2):
     """Both copies give the same losses, gradients and parameters, bit for bit, all ranks having one
     batch.
     """
@@ -137,5 +132,5 @@ def assert_trains_alike(
         assert not (wrong := differences(plain, sharded, grads=False)), (step, wrong)
 
 
-def usual_loss(model: nn.Module, step: int) -> Tensor:
+def usual_loss(model, step):
     return model(tokens(step)).square().mean()

@@ -14,7 +14,7 @@ from pathlib import Path
 from nodes import NAMESPACES
 
 
-def enter(pid: str):
+def enter(pid):
     """Enter the namespaces of a process; only children of this one enter that of processes."""
     here = Path.cwd()
     for each in [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in NAMESPACES]:

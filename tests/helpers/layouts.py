@@ -1,12 +1,10 @@
 """One small model, and its optimizer, in every layout that units may have on 4 ranks."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from meshes import mesh_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -42,7 +40,7 @@ class Layered(nn.Module):
         self.register_buffer("count", torch.arange(3))
 
 
-def valued(net: nn.Module, seed: int) -> nn.Module:
+def valued(net, seed):
     """Every element of every tensor has a value of its own, which follows from its name."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, name)))
@@ -51,25 +49,25 @@ def valued(net: nn.Module, seed: int) -> nn.Module:
     return net
 
 
-def blockwise(net: nn.Module, **options: Any) -> nn.Module:
+def blockwise(net, **options):
     for block in getattr(net, "blocks", ()):
         fully_shard(block, **options)
     return fully_shard(net, **options)
 
 
-def plain(net: nn.Module) -> nn.Module:
+def plain(net):
     return net
 
 
-def one_mesh(net: nn.Module) -> nn.Module:
+def one_mesh(net):
     return blockwise(net, mesh=mesh_of((4,)))
 
 
-def hsdp(net: nn.Module) -> nn.Module:
+def hsdp(net):
     return blockwise(net, mesh=mesh_of((2, 2)))
 
 
-def tensor_parallel(net: nn.Module) -> nn.Module:
+def tensor_parallel(net):
     """Columns and rows cut by one axis, then rows by the other: strided shards; norms on one axis
     only.
     """
@@ -79,7 +77,7 @@ def tensor_parallel(net: nn.Module) -> nn.Module:
     return blockwise(net, mesh=mesh["dp"])
 
 
-def tensor_parallel_alone(net: nn.Module) -> nn.Module:
+def tensor_parallel_alone(net):
     """Columns and rows cut unevenly by all ranks; the rest plain."""
     mesh = mesh_of((4,), "tp")
     for block in net.blocks:
@@ -87,7 +85,7 @@ def tensor_parallel_alone(net: nn.Module) -> nn.Module:
     return net
 
 
-def overlapping(net: nn.Module) -> nn.Module:
+def overlapping(net):
     """Experts on slices of two ranks, each with all of them; the rest on all ranks."""
     mesh = mesh_of((2, 2), "efsdp", "ep")
     for block in net.blocks:
@@ -95,7 +93,7 @@ def overlapping(net: nn.Module) -> nn.Module:
     return blockwise(net, mesh=mesh_of((4,)))
 
 
-def expert_parallel(net: nn.Module) -> nn.Module:
+def expert_parallel(net):
     """Each rank of ``ep`` has other experts, which ``efsdp`` shards; the rest on all ranks."""
     mesh = mesh_of((2, 2), "efsdp", "ep")
     half, at = EXPERTS // 2, mesh["ep"].get_local_rank()
@@ -105,16 +103,16 @@ def expert_parallel(net: nn.Module) -> nn.Module:
     return overlapping(net)
 
 
-def columns(net: nn.Module) -> nn.Module:
+def columns(net):
     """Shards on the last dim where it divides."""
 
-    def last_dim(param: nn.Parameter) -> Shard:
+    def last_dim(param):
         return Shard(param.ndim - 1) if param.ndim > 1 and param.shape[-1] % 2 == 0 else Shard(0)
 
     return blockwise(net, mesh=mesh_of((2, 2)), shard_placement_fn=last_dim)
 
 
-LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+LAYOUTS = {
     layout.__name__: layout
     for layout in (
         plain,
@@ -129,7 +127,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def stage(net: nn.Module) -> nn.Module:
+def stage(net):
     """Keep this rank's stage of two, on a mesh of its own: ranks 0 and 1 the beginning, 2 and 3 the
     rest.
     """
@@ -143,9 +141,7 @@ def stage(net: nn.Module) -> nn.Module:
     return fully_shard(net, mesh=mesh["dp"]) if not number else net
 
 
-def built(
-    layout: Callable[[nn.Module], nn.Module], seed: int = 1
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def built(layout, seed=1):
     """The model in a layout, and AdamW that has stepped once; the same arithmetic, element by
     element, in each, and on local shards, as DTensors took half of the time.
     """
@@ -159,7 +155,7 @@ def built(
     return net, optimizer
 
 
-def on_shards(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def on_shards(tensor, change):
     """What ``change`` makes of the part that this rank has, as a tensor of the same layout."""
     if not isinstance(tensor, DTensor):
         return change(tensor)
@@ -177,7 +173,7 @@ def on_shards(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 kept = functools.cache(built)
 
 
-def spoiled(layout: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def spoiled(layout):
     """``built``, at the first call of this process, with another value in every element at each
     call.
     """
@@ -187,7 +183,7 @@ def spoiled(layout: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, torch.
     return net, optimizer
 
 
-def parts_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def parts_of(net, optimizer):
     """The part that this rank has of every tensor of model and optimizer, by name."""
     found = dict(net.state_dict())
     for name, param in net.named_parameters():
@@ -198,23 +194,21 @@ def parts_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     }
 
 
-def assert_plain_values(
-    net: nn.Module, optimizer: torch.optim.Optimizer, layout: Callable[[nn.Module], nn.Module]
-):
+def assert_plain_values(net, optimizer, layout):
     """Compare with ``built(layout)``, whose full tensors are compared with the plain model's when
     it is saved.
     """
     assert_equal(parts_of(net, optimizer), parts_of(*kept(layout)))
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor):
     """By torch's own gather, whatever shardkit says. Collective."""
     if not tensor.numel():  # torch 2.13 cannot gather what it made the shards (0, ...) of
         return torch.empty(tensor.shape)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def values_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def values_of(net, optimizer):
     """Every full tensor of model and optimizer, by name. Collective."""
     found = {name: full(tensor.detach()) for name, tensor in net.state_dict().items()}
     for name, param in net.named_parameters():
@@ -224,7 +218,7 @@ def values_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     return found
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], *, some: bool = False):
+def assert_equal(found, expected, *, some=False):
     """To the bit; ``some`` of them, where a stage has no more."""
     assert found
     assert some or found.keys() == expected.keys()

@@ -2,21 +2,17 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit import ShardingPlan, apply_plan
+from shardkit import apply_plan
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import is_wrapper, named_sharded_parameters
 from shardkit._torch.dispatch import TorchDispatchMode, has_wrappers, tree_leaves
-from shardkit.memory import Prediction
 from shardkit.testing import fake_world
 
 
@@ -27,25 +23,25 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.sizes: dict[int, int] = {}
+        self.sizes = {}
         self.live = 0
         self.peak = 0
-        self._references: list[weakref.ref[torch.UntypedStorage]] = []
+        self._references = []
 
-    def see(self, storage: torch.UntypedStorage):
+    def see(self, storage):
         key, size = id(storage), storage.nbytes()
         if key not in self.sizes:
             self._references.append(weakref.ref(storage, lambda _: self._change(key, 0, gone=True)))
         self._change(key, size)
 
-    def _change(self, key: int, size: int, gone: bool = False):
+    def _change(self, key, size, gone=False):
         self.live += size - self.sizes.get(key, 0)
         self.sizes[key] = size
         if gone:
             del self.sizes[key]
         self.peak = max(self.peak, self.live)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if has_wrappers(types):
             return NotImplemented  # called again with what they wrap
         result = func(*args, **(kwargs or {}))
@@ -55,11 +51,11 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     @contextmanager
-    def resizes(self) -> Iterator[None]:
+    def resizes(self):
         """See storages that are resized, which is no operator."""
         original = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_(storage, size):
             result = original(storage, size)
             self.see(storage)
             return result
@@ -69,11 +65,11 @@ class LiveStorages(TorchDispatchMode):
 
 
 def counted_peak(
-    model: nn.Module,
-    plan: ShardingPlan,
-    step: Callable[[nn.Module], object],
-    mesh: DeviceMesh | None = None,
-) -> int:
+    model,
+    plan,
+    step,
+    mesh=None,
+):
     """The most bytes alive on rank 0 of the plan's ranks in the second step: shards, buffers and
     all that comes on top.
 
@@ -98,11 +94,11 @@ def counted_peak(
         return storages.peak - before + sum(storage.nbytes() for storage in held)
 
 
-def _local(param: nn.Parameter) -> Tensor:
+def _local(param):
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+def held(model, optimizer=None):
     """Bytes of this rank by category, each storage once, and "on the CPU" what is offloaded of
     them.
     """
@@ -116,7 +112,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> di
         "optimizer": [leaf for entry in state for leaf in tree_leaves(entry)],
         "unsharded": gathered_tensors(model),
     }
-    found: dict[str, int] = {"on the CPU": 0}
+    found = {"on the CPU": 0}
     for name, each in tensors.items():
         local = [
             _local(tensor)
@@ -131,14 +127,14 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> di
     return found
 
 
-def predicted_held(row: Prediction) -> dict[str, int]:
+def predicted_held(row):
     """The same after a step, as predicted, without what the step itself makes and frees."""
     last = row.timeline[-1]
     found = {name: getattr(last, name) for name in ("parameters", "gradients", "unsharded")}
     return found | {"optimizer": row.timeline[0].optimizer}
 
 
-def gathered_tensors(model: nn.Module) -> list[torch.Tensor]:
+def gathered_tensors(model):
     """Return the flat buffers that parameters are gathered into, with empty storages where
     resharded; those resharded over fewer ranks too.
     """

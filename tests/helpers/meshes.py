@@ -5,27 +5,24 @@ are replaced.
 """
 
 from functools import cache
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
 
 NAMES = ("dp_replicate", "dp_shard")
 
 
-def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+def mesh_of(shape, *names):
     """A mesh such as ``(4,)``, ``(2, 2)`` or ``(4, 1)``; collective when it is new."""
     return _mesh(dist.group.WORLD, shape, names or NAMES[-len(shape) :])
 
 
 @cache
-def _mesh(world: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def _mesh(world, shape, names):
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def part_of(full: Tensor, dtensor: DTensor) -> Tensor:
+def part_of(full, dtensor):
     """What this rank holds of ``full`` when it is sharded as ``dtensor`` is."""
     for axis, placement in enumerate(dtensor.placements):
         if placement.is_shard():

@@ -3,10 +3,9 @@ are.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -15,7 +14,7 @@ from shardkit.meta import init_on_meta, materialize
 Build = Callable[[], nn.Module]
 
 
-def shard(model: nn.Module, **kwargs: Any) -> nn.Module:
+def shard(model, **kwargs):
     """Every child that has a forward and parameters of its own is a unit, and the root has the
     rest.
 
@@ -37,14 +36,14 @@ def shard(model: nn.Module, **kwargs: Any) -> nn.Module:
     return fully_shard(model, ignored_params=scalars, **kwargs)
 
 
-def build_sharded(build: Build, **kwargs: Any) -> nn.Module:
+def build_sharded(build, **kwargs):
     """Build under init_on_meta and shard."""
     with init_on_meta():
         model = build()
     return shard(model, **kwargs)
 
 
-def check_same_as_ordinary(build: Build, seed: int = 11, **kwargs: Any) -> nn.Module:
+def check_same_as_ordinary(build, seed=11, **kwargs):
     """Build both ways from one seed, and compare values, ties, requires_grad and the random state
     afterwards.
     """
@@ -67,7 +66,7 @@ def check_same_as_ordinary(build: Build, seed: int = 11, **kwargs: Any) -> nn.Mo
     return model
 
 
-def both(build: Build, seed: int = 3) -> tuple[nn.Module, nn.Module]:
+def both(build, seed=3):
     """A model of ordinary construction, and a materialized one from the same seed."""
     torch.manual_seed(seed)
     plain = build()
@@ -75,12 +74,12 @@ def both(build: Build, seed: int = 3) -> tuple[nn.Module, nn.Module]:
     return plain, materialize(build_sharded(build))
 
 
-def net() -> nn.Module:
+def net():
     """The smallest model that has two units."""
     return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
 
 
-def differences(plain: nn.Module, model: nn.Module) -> list[str]:
+def differences(plain, model):
     """Names of parameters and buffers of which this rank's part is not bit for bit the same, or not
     tied alike.
     """
@@ -93,7 +92,7 @@ def differences(plain: nn.Module, model: nn.Module) -> list[str]:
         assert (
             any(isinstance(value, DTensor) for value in actual.values()) or kind == "named_buffers"
         )
-        shared: dict[int, int] = {}
+        shared = {}
         for name, tensor in expected.items():
             tied = shared.setdefault(id(tensor), id(actual[name])) == id(actual[name])
             if not (tied and same(tensor, actual[name])):
@@ -101,7 +100,7 @@ def differences(plain: nn.Module, model: nn.Module) -> list[str]:
     return different
 
 
-def same(plain: Tensor, actual: Tensor) -> bool:
+def same(plain, actual):
     """Whether this rank's part of a tensor is that of a plain one, with its dtype and
     requires_grad.
     """
@@ -118,7 +117,7 @@ def same(plain: Tensor, actual: Tensor) -> bool:
     return same_bits(plain.detach(), actual.detach())
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a, b):
     """Equal in dtype, device, shape and every bit, NaN and -0.0 included."""
     if a.dtype != b.dtype or a.device != b.device or a.shape != b.shape:
         return False

@@ -4,10 +4,10 @@ wrong.
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
-def own(value: Tensor) -> nn.ParameterList:
+def own(value):
     """A module with one parameter of that value."""
     return nn.ParameterList([nn.Parameter(value)])
 

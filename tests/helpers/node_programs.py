@@ -19,7 +19,7 @@ from shardkit.watching import watch
 LIMIT = 4.0  # seconds without the other ranks, of the watch, and of the process group
 
 
-def train(folder: Path):
+def train(folder):
     """Train until the ranks of a node are lost; a file says when this rank has trained
     for a while.
     """

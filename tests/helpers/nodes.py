@@ -7,7 +7,6 @@ maker, and the kernel ends the others, and removes the network, when the first e
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -28,12 +27,12 @@ class Node(NamedTuple):
     address: str
     pid: int  # of its first process, as seen from here
 
-    def command(self, *words: str | Path) -> list[str]:
+    def command(self, *words):
         """Return the command that runs ``words`` there."""
         here = f"--chdir={Path.cwd()}"  # nsenter goes to /
         return ["nsenter", f"--target={self.pid}", *_FLAGS, "env", here, *map(str, words)]
 
-    def run(self, *words: str | Path) -> str:
+    def run(self, *words):
         """Run a command there, and return what it prints."""
         return subprocess.run(
             self.command(*words), check=True, capture_output=True, text=True
@@ -45,7 +44,7 @@ class Node(NamedTuple):
         os.kill(self.pid, 9)
 
 
-def missing() -> str:
+def missing():
     """Return why there can be no nodes here, or an empty string."""
     programs = [
         name
@@ -63,7 +62,7 @@ def missing() -> str:
 
 
 @contextmanager
-def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
+def two_nodes(folder):
     """Make two nodes that are connected, and end them; ``folder`` is for their files."""
     addresses = {"node0": "10.77.0.1", "node1": "10.77.0.2"}
     hosts = folder / "hosts"
@@ -99,7 +98,7 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
 
 
 @contextmanager
-def _first(name: str, hosts: Path) -> Iterator[int]:
+def _first(name, hosts):
     command = ["unshare", *_FLAGS, "--fork", "--mount-proc", "sh", "-c", _START, name, str(hosts)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

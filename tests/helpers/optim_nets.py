@@ -2,17 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from grads_net import Net, sharded_net
+from grads_net import sharded_net
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 # Every element-wise optimizer of torch, with the options that give it another kind of state.
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "ASGD": {"t0": 2.0, "weight_decay": 0.1},
     "Adadelta": {"weight_decay": 0.1},
     "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.5},
@@ -26,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
 }
 FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
-PLAIN_ONLY: list[tuple[str, dict[str, bool]]] = [  # what torch does not have for DTensors
+PLAIN_ONLY = [  # what torch does not have for DTensors
     ("Adagrad", {"fused": True}),
     ("Rprop", {"foreach": False}),
     ("Rprop", {"foreach": True}),
@@ -34,24 +33,24 @@ PLAIN_ONLY: list[tuple[str, dict[str, bool]]] = [  # what torch does not have fo
 ]
 
 
-def factory(name: str, **options: Any) -> Factory:
+def factory(name, **options):
     return functools.partial(getattr(torch.optim, name), lr=0.05, **{**OPTIONS[name], **options})
 
 
-def trainable(net: nn.Module) -> list[nn.Parameter]:
+def trainable(net):
     return [param for param in net.parameters() if param.requires_grad]
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_same_parameters(net: nn.Module, other: nn.Module):
+def assert_same_parameters(net, other):
     for (name, param), expected in zip(net.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(local(param), local(expected)), name
 
 
-def assert_same_state(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer):
+def assert_same_state(optimizer, other):
     """The same keys, classes, placements and bits, parameter for parameter."""
     pairs = zip(optimizer.param_groups, other.param_groups, strict=True)
     params = [
@@ -81,5 +80,5 @@ def assert_same_state(optimizer: torch.optim.Optimizer, other: torch.optim.Optim
                 assert value == expected[key]
 
 
-def two_nets(shape: tuple[int, ...] = (4,), **options: Any) -> tuple[Net, Net]:
+def two_nets(shape=(4,), **options):
     return sharded_net(shape, **options), sharded_net(shape, **options)

@@ -11,23 +11,21 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 ROWS, BATCH, CLIP, LR = 16, 4, 0.5, 1e-2  # BATCH: rows of a step's micro-batch, over all ranks
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 
-def packages(*names: str):
+def packages(*names):
     """Import what the module's tests need; skip them where it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -35,16 +33,16 @@ def packages(*names: str):
             pytest.importorskip(name)
 
 
-def of_the_page(name: str) -> Callable[..., Any]:
+def of_the_page(name):
     """A function of docs/integrations.md."""
-    namespace: dict[str, Any] = {}
+    namespace = {}
     for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         exec(code, namespace)
-    return namespace[name]  # type: ignore[no-any-return]
+    return namespace[name]
 
 
 @contextmanager
-def torchrun() -> Iterator[None]:
+def torchrun():
     """Give this rank the environment of torchrun; forget accelerate's state, before and after."""
     from accelerate.state import AcceleratorState
 
@@ -65,7 +63,7 @@ def torchrun() -> Iterator[None]:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def tiny() -> nn.Module:
+def tiny():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -81,19 +79,17 @@ def tiny() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def rows(count: int = ROWS) -> list[dict[str, Tensor]]:
+def rows(count=ROWS):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 64, (count, 8), generator=generator)
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def batch(of: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def batch(of):
     return {name: torch.stack([row[name] for row in of]) for name in of[0]}
 
 
-def plain_loop(
-    steps: int, accumulate: int = 1, decay: float = 0.01, rows_of: int = ROWS
-) -> Trained:
+def plain_loop(steps, accumulate=1, decay=0.01, rows_of=ROWS):
     """Train the unsharded model on the global batches, in this process alone."""
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=decay)
@@ -114,24 +110,24 @@ def plain_loop(
 class Trained:
     """A model after training, and its losses and norms of gradients."""
 
-    def __init__(self, model: nn.Module, losses: list[float], norms: list[float]):
+    def __init__(self, model, losses, norms):
         self.model, self.losses, self.norms = model, losses, norms
 
-    def assert_like(self, model: nn.Module, prefix: str = ""):
+    def assert_like(self, model, prefix=""):
         """The sharded ``model`` has these parameters but for the rounding of sums over ranks."""
         whole = full(model)
         for name, param in self.model.named_parameters():
             torch.testing.assert_close(whole[prefix + name], param.detach(), rtol=1e-4, atol=2e-5)
 
 
-def full(model: nn.Module) -> dict[str, Tensor]:
+def full(model):
     params = ((name, param.detach()) for name, param in model.named_parameters())
     return {
         name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in params
     }
 
 
-def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]):
+def assert_same(first, second):
     """Bit-equal."""
     assert first.keys() == second.keys()
     assert not [name for name in first if not torch.equal(first[name], second[name])]

@@ -5,16 +5,13 @@ memory.
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from pretend_ops import NAME, device, is_here, memory, register_operators
 from pretend_streams import Event, Stream, arrive, current_stream, poison, synchronize, syncs
-from torch import Tensor
 
 from shardkit._torch.dispatch import fake_store
 
@@ -24,7 +21,7 @@ _on = False
 # ---- what torch expects of ``torch.<accelerator>`` -----------------------------------------------
 
 
-def _memory_stats(*args: Any) -> dict[str, int]:
+def _memory_stats(*args):
     sizes = {"current": memory.allocated(), "peak": memory.peak}
     return {
         f"{kind}_bytes.all.{when}": size
@@ -33,7 +30,7 @@ def _memory_stats(*args: Any) -> dict[str, int]:
     }
 
 
-def _reset_peak(*args: Any):
+def _reset_peak(*args):
     memory.peak = memory.allocated()
 
 
@@ -60,16 +57,16 @@ class Module:
         generator = torch.Generator()  # of the CPU: Python backends have no generators (torch 2.13)
         self.default_generators = (generator,)
         self.manual_seed = self.manual_seed_all = generator.manual_seed
-        self.get_rng_state: Callable[..., Tensor] = lambda *args: generator.get_state()
-        self.set_rng_state: Callable[..., object] = lambda state, *args: generator.set_state(state)
+        self.get_rng_state = lambda *args: generator.get_state()
+        self.set_rng_state = lambda state, *args: generator.set_state(state)
 
 
 # ---- what a Python backend cannot register, patched while the device is there --------------------
 
-_data: Any = torch._C.TensorBase.data
+_data = torch._C.TensorBase.data
 
 
-def _set_data(tensor: Tensor, value: Tensor):
+def _set_data(tensor, value):
     """``tensor.data = value`` across devices, which real accelerators accept and PrivateUse1 does
     not (torch 2.13).
     """
@@ -80,7 +77,7 @@ def _set_data(tensor: Tensor, value: Tensor):
     torch._C._swap_tensor_impl(tensor, fresh)
 
 
-def _same_or_crossing(one: Tensor, other: Tensor) -> bool:
+def _same_or_crossing(one, other):
     return _compatible(one, other) or {one.device.type, other.device.type} == {NAME, "cpu"}
 
 
@@ -90,7 +87,7 @@ _resize, _nbytes, _clone = _storage.resize_, _storage.nbytes, _storage.clone
 _empty_function, _empty_like = torch.empty, torch.empty_like
 
 
-def _resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
+def _resize_storage(storage, size):
     """Resize as FSDP2 does to free memory; here it is kept and poisoned, so that a use after it
     shows.
     """
@@ -110,7 +107,7 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
     return storage
 
 
-def _storage_nbytes(storage: torch.UntypedStorage) -> int:
+def _storage_nbytes(storage):
     return (
         0
         if storage.device.type == NAME and storage.data_ptr() in memory.freed
@@ -118,27 +115,25 @@ def _storage_nbytes(storage: torch.UntypedStorage) -> int:
     )
 
 
-def _clone_storage(storage: torch.UntypedStorage) -> Any:
+def _clone_storage(storage):
     if storage.device.type != NAME:
-        return _clone(storage)  # type: ignore[no-untyped-call]
+        return _clone(storage)
     made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device()).untyped_storage()
     return made.copy_(storage, non_blocking=False)
 
 
-def _pin(tensor: Tensor, *args: Any) -> Tensor:
+def _pin(tensor, *args):
     if tensor.device.type != "cpu":
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
     return memory.pin(tensor.detach().clone())
 
 
-def _empty_pinned(
-    make: Callable[..., Tensor], *args: Any, pin_memory: bool = False, **kwargs: Any
-) -> Tensor:
+def _empty_pinned(make, *args, pin_memory=False, **kwargs):
     made = make(*args, **kwargs)
     return memory.pin(made) if pin_memory else made
 
 
-def _patches() -> Iterator[tuple[Any, str, Any]]:
+def _patches():
     yield torch.Tensor, "data", property(_data.__get__, _set_data)
     yield torch, "_has_compatible_shallow_copy_type", _same_or_crossing
     yield _storage, "resize_", _resize_storage
@@ -155,7 +150,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.accelerator, "current_stream", current_stream  # FSDP2 asks it in torch 2.11
 
 
-_registered: list[torch.library.Library] = []
+_registered = []
 
 
 def _register():
@@ -168,7 +163,7 @@ def _register():
     )
 
     class Hook(_DummyPrivateUse1Hook):
-        def is_available(self) -> bool:
+        def is_available(self):
             return _on
 
     _setup_privateuseone_for_python_backend(rename=NAME, backend_module=Module(), hook=Hook())
@@ -193,7 +188,7 @@ def _join_group():
 
 
 @contextlib.contextmanager
-def _pretended() -> Iterator[None]:
+def _pretended():
     """Make the device available inside of the block."""
     global _on
     if not _registered:
@@ -234,7 +229,7 @@ class PretendedAccelerator:
 
 
 @contextlib.contextmanager
-def pretend_accelerator() -> Iterator[PretendedAccelerator]:
+def pretend_accelerator():
     """Give this process, with its process group, an accelerator of type ``"pretend"`` inside the
     block. Local.
 

@@ -9,9 +9,7 @@ operators that make the host wait are counted. torch documents the Python backen
 
 # mypy: disable-error-code="no-untyped-call"
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from pretend_streams import arrive, copy_to_pinned, host_waits, poison
@@ -40,13 +38,13 @@ class _Memory:
     """The host memory under each of the device's storages, kept while the storage lives."""
 
     def __init__(self):
-        self.host: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
-        self.freed: set[int] = set()  # addresses whose storage was resized to 0
-        self.pinned: dict[int, StorageWeakRef] = {}
+        self.host = {}
+        self.freed = set()  # addresses whose storage was resized to 0
+        self.pinned = {}
         self.peak = 0
         self._at_most = 0  # bytes, before subtracting what was freed since the last count
 
-    def allocated(self) -> int:
+    def allocated(self):
         """Return the bytes of the device's storages that are alive and not freed."""
         gone = [at for at, (storage, _) in self.host.items() if storage.expired()]
         for at in gone:
@@ -57,10 +55,10 @@ class _Memory:
         )
         return self._at_most
 
-    def on_device(self, host: torch.UntypedStorage) -> Any:
+    def on_device(self, host):
         """Return a storage of the device over host memory."""
         at, size = host.data_ptr(), host.nbytes()
-        storage: Any = torch._C._construct_storage_from_data_pointer(at, device(), size)
+        storage = torch._C._construct_storage_from_data_pointer(at, device(), size)
         if size:
             self.host[at] = StorageWeakRef(storage), host
             self._at_most += size
@@ -68,7 +66,7 @@ class _Memory:
                 self.peak = max(self.peak, self.allocated())
         return storage
 
-    def below(self, tensor: Tensor) -> Tensor:
+    def below(self, tensor):
         """Return a CPU tensor over the same memory."""
         at = address(tensor)
         if at not in self.host:
@@ -78,12 +76,12 @@ class _Memory:
         plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return plain.set_(self.host[at][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def is_pinned(self, tensor: Tensor) -> bool:
+    def is_pinned(self, tensor):
         """Return whether the memory of a CPU tensor is marked as pinned."""
         known = self.pinned.get(address(tensor))
         return known is not None and not known.expired()
 
-    def pin(self, tensor: Tensor) -> Tensor:
+    def pin(self, tensor):
         """Mark a CPU tensor's memory as pinned."""
         self.pinned = {at: storage for at, storage in self.pinned.items() if not storage.expired()}
         if tensor.untyped_storage().nbytes():
@@ -94,31 +92,31 @@ class _Memory:
 memory = _Memory()
 
 
-def device() -> torch.device:
+def device():
     return torch.device(NAME, 0)
 
 
-def is_here(value: Any) -> bool:
+def is_here(value):
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
-def address(tensor: Tensor) -> int:
+def address(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
 # ---- operators -----------------------------------------------------------------------------------
 
 
-def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(op, *args, **kwargs):
     """Run an operator on the host memory, and return tensors of the device."""
     with no_torch_function():
         _check_devices(op, (*args, *kwargs.values()))
         if op.name().partition(".")[0] in _WAITS:
             host_waits(op.name())
-        below: dict[int, Tensor] = {}
-        above: dict[int, Tensor] = {}
+        below = {}
+        above = {}
 
-        def go_below(tensor: Tensor) -> Tensor:
+        def go_below(tensor):
             if tensor.device.type != NAME:
                 return tensor
             if id(tensor) not in below:
@@ -145,7 +143,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
 # torch's pytree serves them as well, and took most of an operator's time here.
 
 
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _mapped(change, value):
     if isinstance(value, Tensor):
         return change(value)
     return (
@@ -155,7 +153,7 @@ def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     )
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value):
     if isinstance(value, Tensor):
         return [value]
     return (
@@ -163,7 +161,7 @@ def _tensors(value: Any) -> list[Tensor]:
     )
 
 
-def _check_devices(op: Any, direct: tuple[Any, ...]):
+def _check_devices(op, direct):
     """Raise as CUDA does: a CPU tensor may take part only as a scalar, and not in a list."""
     tensors = _tensors(direct)
     odd = [each for each in tensors if each.device.type != NAME]
@@ -178,24 +176,24 @@ def _check_devices(op: Any, direct: tuple[Any, ...]):
             )
 
 
-def _go_above(plain: Tensor, above: dict[int, Tensor]) -> Tensor:
+def _go_above(plain, above):
     if id(plain) in above:
         return above[id(plain)]
     base = _sharing(plain, above.values())
     # A view under inference_mode is an inference tensor only if its base is one; autograd marks the
     # others.
     with contextlib.nullcontext() if base is None else torch.inference_mode(base.is_inference()):
-        fresh: Tensor = torch._C._acc.create_empty_tensor((0,), plain.dtype)
+        fresh = torch._C._acc.create_empty_tensor((0,), plain.dtype)
         return _become(fresh, plain, above.values())
 
 
-def _sharing(plain: Tensor, known: Iterable[Tensor]) -> Tensor | None:
+def _sharing(plain, known):
     """Return the known tensor of the device that has the same memory, if any."""
     at = address(plain)
     return next((each for each in known if at and address(each) == at), None)
 
 
-def _become(tensor: Tensor, plain: Tensor, known: Iterable[Tensor]) -> Tensor:
+def _become(tensor, plain, known):
     """Put a tensor of the device over the memory of ``plain``, sharing the storage of a known
     tensor over it.
     """
@@ -204,16 +202,15 @@ def _become(tensor: Tensor, plain: Tensor, known: Iterable[Tensor]) -> Tensor:
     return _set_storage(tensor, storage, plain.storage_offset(), plain.shape, plain.stride())
 
 
-def _set_storage(tensor: Tensor, storage: Any, offset: Any, size: Any, stride: Any = ()) -> Tensor:
+def _set_storage(tensor, storage, offset, size, stride=()):
     # The CPU's kernel works for any dense tensor; the meta kernel refuses a storage that cannot
     # grow.
     cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    found: Tensor = _set.redispatch(cpu, tensor, storage, offset, size, stride)
-    return found
+    return _set.redispatch(cpu, tensor, storage, offset, size, stride)
 
 
 @contextlib.contextmanager
-def _own_random_numbers(op: Any) -> Iterator[None]:
+def _own_random_numbers(op):
     """Use the device's generator in place of the CPU's while a random operator runs."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         yield
@@ -228,14 +225,14 @@ def _own_random_numbers(op: Any) -> Iterator[None]:
         torch.set_rng_state(outside)
 
 
-def _empty(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _empty(op, *args, **kwargs):
     made = _run(op, *args, **kwargs)
     with no_torch_function():
         poison(memory.below(made).untyped_storage())
     return made
 
 
-def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy_from(source, target, non_blocking=False):
     """Copy to, from or on the device. The host waits if the copy blocks or the host memory is
     pageable.
     """
@@ -255,14 +252,14 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
 
 
 def _to_copy(
-    tensor: Tensor,
+    tensor,
     *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format | None = None,
-    **_: Any,
-) -> Tensor:
+    dtype=None,
+    device=None,
+    non_blocking=False,
+    memory_format=None,
+    **_,
+):
     """``tensor.to(...)``: as in torch, a non-blocking copy to the host goes to pinned memory."""
     with no_torch_function():
         kind, where = dtype or tensor.dtype, device or tensor.device
@@ -274,17 +271,17 @@ def _to_copy(
     return made.copy_(tensor, non_blocking)
 
 
-def _item(tensor: Tensor) -> Any:
+def _item(tensor):
     with no_torch_function():
         host_waits("item")
         return memory.below(tensor).item()
 
 
-def _set_source_storage(tensor: Tensor, storage: Any) -> Tensor:
+def _set_source_storage(tensor, storage):
     return _set_storage(tensor, storage, 0, [storage.nbytes() // tensor.element_size()], [1])
 
 
-def register_operators() -> list[torch.library.Library]:
+def register_operators():
     everything, aten = (
         torch.library.Library("_", "IMPL"),
         torch.library.Library("aten", "IMPL", "PrivateUse1"),
@@ -306,6 +303,6 @@ def register_operators() -> list[torch.library.Library]:
     return [everything, aten, c10d]
 
 
-def _overload(namespace: str, name: str) -> Any:
+def _overload(namespace, name):
     base, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")

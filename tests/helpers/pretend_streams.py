@@ -4,30 +4,25 @@ are counted.
 A copy to pinned memory reads as NaN until the host has waited for the device.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from shardkit._torch.dispatch import no_torch_function
 
-syncs: list[str] = []  # what made the host wait for the device, in order
-_under_way: list[tuple[Tensor, Tensor]] = []  # copies to pinned memory: target and value
+syncs = []  # what made the host wait for the device, in order
+_under_way = []  # copies to pinned memory: target and value
 
 
 class Event:
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         pass
 
-    def record(self, stream: Stream | None = None):
+    def record(self, stream=None):
         pass
 
-    def wait(self, stream: Stream | None = None):
+    def wait(self, stream=None):
         pass
 
-    def query(self) -> bool:
+    def query(self):
         arrive()
         return True
 
@@ -40,16 +35,16 @@ class Stream:
     device_index, device_type = 0, 20
     stream_id = 1
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         pass
 
-    def wait_stream(self, stream: Stream):
+    def wait_stream(self, stream):
         pass
 
-    def wait_event(self, event: Event):
+    def wait_event(self, event):
         pass
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event=None):
         event = event or Event()
         event.record(self)
         return event
@@ -57,24 +52,24 @@ class Stream:
     def synchronize(self):
         host_waits("stream")
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return False  # a graph; optimizers ask it (torch 2.15)
 
-    def __enter__(self) -> Stream:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *args: object):
+    def __exit__(self, *args):
         pass
 
 
 _stream = Stream()
 
 
-def current_stream(*args: Any) -> Stream:
+def current_stream(*args):
     return _stream
 
 
-def poison(host: torch.UntypedStorage):
+def poison(host):
     """Fill memory with a pattern that is NaN in floating point, so that a use before
     a write shows.
     """
@@ -83,7 +78,7 @@ def poison(host: torch.UntypedStorage):
             torch.empty(0, dtype=torch.uint8, device="cpu").set_(host).fill_(0xFF)
 
 
-def copy_to_pinned(target: Tensor, value: Tensor):
+def copy_to_pinned(target, value):
     """Copy when the host waits; until then the target reads as NaN."""
     _under_way.append((target, value.clone()))
     nothing = torch.empty_like(value)
@@ -91,12 +86,12 @@ def copy_to_pinned(target: Tensor, value: Tensor):
     target.copy_(nothing)
 
 
-def host_waits(what: str):
+def host_waits(what):
     syncs.append(what)
     arrive()
 
 
-def synchronize(*args: Any):
+def synchronize(*args):
     host_waits("device")
 
 

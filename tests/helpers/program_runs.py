@@ -10,9 +10,7 @@ import functools
 import importlib
 import re
 import sys
-import types
 import warnings
-from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
@@ -30,7 +28,7 @@ CHANGED = (  # by the command
 )
 
 
-def losses(name: str, arguments: list[str], way: str) -> list[float]:
+def losses(name, arguments, way):
     """What the program's main returns on this rank."""
     with (
         warnings.catch_warnings(),
@@ -42,12 +40,12 @@ def losses(name: str, arguments: list[str], way: str) -> list[float]:
 
 
 @functools.cache
-def torchs_losses(name: str, arguments: tuple[str, ...]) -> list[float]:
+def torchs_losses(name, arguments):
     """The same on torch's FSDP1, once a rank."""
     return losses(name, list(arguments), "torch")
 
 
-def load(name: str, way: str) -> types.ModuleType:
+def load(name, way):
     """The program as a fresh module; modules beside it that it imports are its own files, and fresh
     too.
     """
@@ -64,7 +62,7 @@ def load(name: str, way: str) -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def replaced() -> Iterator[None]:
+def replaced():
     """What ``python -m shardkit.fsdp1`` does to torch, undone; modules that are imported in it are
     forgotten.
     """
@@ -79,13 +77,13 @@ def replaced() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sources(change: Callable[[str], str]) -> Iterator[None]:
+def sources(change):
     """Imports of programs, and of files beside them, see what ``change`` makes of their text, and
     are forgotten.
     """
     original, loaded = SourceFileLoader.get_code, []
 
-    def get_code(self: SourceFileLoader, fullname: str) -> types.CodeType | None:
+    def get_code(self, fullname):
         path = Path(self.get_filename(fullname))
         if path.parent != PROGRAMS or path.stem == "harness":
             return original(self, fullname)
@@ -101,7 +99,7 @@ def sources(change: Callable[[str], str]) -> Iterator[None]:
             sys.modules.pop(module, None)
 
 
-def with_changed_imports(source: str) -> str:
+def with_changed_imports(source):
     """The program with shardkit.fsdp1 for torch.distributed.fsdp in its import lines, and nothing
     else changed.
     """
@@ -110,7 +108,7 @@ def with_changed_imports(source: str) -> str:
     return changed
 
 
-def for_a_cpu(source: str) -> str:
+def for_a_cpu(source):
     """The program as torch's own FSDP1 can run it on a CPU: what it copies to the CPU there, it
     then frees.
     """
@@ -120,7 +118,7 @@ def for_a_cpu(source: str) -> str:
 
 
 @contextlib.contextmanager
-def fsdp1_on_a_cpu() -> Iterator[None]:
+def fsdp1_on_a_cpu():
     """Without torch's check that sync_module_states broadcasts from a GPU: gloo broadcasts from the
     CPU as well.
     """

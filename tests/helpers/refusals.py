@@ -1,18 +1,16 @@
 """What every refusal has in common: its message is in sentences, and the model is unchanged."""
 
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import torch.nn as nn
 from small_models import snapshot
 
 from shardkit import PlanError
 
 
 @contextmanager
-def refused(model: nn.Module, *parts: str) -> Iterator[None]:
+def refused(model, *parts):
     """A PlanError with all of ``parts`` in it, and a model that is what it was."""
     before = snapshot(model)
     with pytest.raises(PlanError) as caught:

@@ -1,18 +1,13 @@
 """Tensors of every kind that a checkpoint may hold, whole and as the parts of 4 ranks."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import torch
 from meshes import mesh_of
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardkit.checkpoint.byte_ranges import header_parts, write_parts
-from shardkit.checkpoint.format import DTYPES, NewFile, Spec, plan_files
+from shardkit.checkpoint.format import DTYPES, Spec, plan_files
 from shardkit.checkpoint.save import check_savable, parts_to_write
 from shardkit.ranks import one_group, own_rank, sum_over_ranks
 from shardkit.shards import local_part
@@ -32,13 +27,13 @@ SHARDED = {
 }
 
 
-def value(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+def value(shape, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randint(0, 100, shape, generator=generator)
     return (numbers % 2 == 0) if dtype == torch.bool else numbers.to(torch.float32).to(dtype)
 
 
-def whole_tensors() -> dict[str, torch.Tensor]:
+def whole_tensors():
     """Every dtype in some shape, and every shape in some dtype."""
     tensors = {
         f"{name}.{shape}": value(shape, dtype, n)
@@ -53,7 +48,7 @@ def whole_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def sharded(whole: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
+def sharded(whole, how):
     """The same as DTensors where their dims allow, and plain."""
     shape, placements = SHARDED[how]
     mesh = mesh_of(shape)
@@ -66,7 +61,7 @@ def sharded(whole: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]
     }
 
 
-def dtensor(whole: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
+def dtensor(whole, mesh, placements):
     """As distribute_tensor, without communication, which has no words for some dtypes."""
     meta = distribute_tensor(whole.to("meta"), mesh, placements, src_data_rank=None)
     local = local_part(whole, meta)
@@ -80,7 +75,7 @@ def dtensor(whole: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
     )
 
 
-def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+def zeros_like(tensor):
     if not isinstance(tensor, DTensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     local = torch.zeros(tensor.to_local().shape, dtype=tensor.dtype)
@@ -98,7 +93,7 @@ class TpBlock(torch.nn.Module):
         self.down = torch.nn.Linear(10, 6)
 
 
-def tp_and_fsdp(block: TpBlock | None = None) -> TpBlock:
+def tp_and_fsdp(block=None):
     """A block under tensor parallelism and then FSDP2, whose shards are strided; the norm is on one
     axis only.
     """
@@ -109,7 +104,7 @@ def tp_and_fsdp(block: TpBlock | None = None) -> TpBlock:
     return fully_shard(block, mesh=mesh["dp"])
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same(a, b):
     """Equal in dtype, shape and every bit."""
     a, b = (
         each.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)
@@ -117,7 +112,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def assert_holds(tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]):
+def assert_holds(tensors, whole):
     """Each tensor is this rank's part of the whole one."""
     assert tensors.keys() == whole.keys()
     for name, tensor in tensors.items():
@@ -128,7 +123,7 @@ def assert_holds(tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor
         assert same(local, expected), name
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> list[NewFile]:
+def write_tensors(directory, tensors):
     """Write ``model.safetensors`` from all ranks, each its own bytes, as save_checkpoint does."""
     check_savable(tensors)
     groups, _ = one_group()

@@ -1,7 +1,6 @@
 """The bytes that this rank hands to collectives, by the operator's name."""
 
 from collections import Counter
-from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,9 +14,9 @@ GATHER, SCATTER, EXCHANGE = (
 class SentBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.bytes: Counter[str] = Counter()
+        self.bytes = Counter()
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.name() in (GATHER, SCATTER, EXCHANGE):
             self.bytes[op.name()] += args[1].nbytes  # the output comes first
         return op(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ EXPERTS = 3
 class Tower(nn.Module):
     """Registered in another order than it runs in, and the last block's output is not used."""
 
-    def __init__(self, width: int):
+    def __init__(self, width):
         super().__init__()
         self.merge = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
@@ -28,11 +28,11 @@ class Tower(nn.Module):
 class Experts(nn.Module):
     """A router that gives whole samples to experts; those without a sample are not called."""
 
-    def __init__(self, width: int, experts: int):
+    def __init__(self, width, experts):
         super().__init__()
         self.experts = nn.ModuleList(Block(width) for _ in range(experts))
 
-    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+    def forward(self, x, chosen):
         out = x
         for index, expert in enumerate(self.experts):
             rows = [row for row, choice in enumerate(chosen) if choice == index]
@@ -44,7 +44,7 @@ class Experts(nn.Module):
 class Net(nn.Module):
     """Tower first by name and second by call, as in transformers."""
 
-    def __init__(self, width: int = 8):
+    def __init__(self, width=8):
         super().__init__()
         self.visual = Tower(width)
         self.embed = nn.Embedding(20, width)
@@ -52,7 +52,7 @@ class Net(nn.Module):
         self.project = nn.Linear(width, width)
         self.head = nn.Linear(width, 20)
 
-    def forward(self, ids: Tensor, image: Tensor | None, chosen: list[int]) -> Tensor:
+    def forward(self, ids, image, chosen):
         x = self.embed(ids)
         if image is not None:
             x = torch.cat([self.project(self.visual(image)), x], 1)
@@ -60,7 +60,7 @@ class Net(nn.Module):
         return self.head(self.layers[2](x)).tanh()
 
 
-def net() -> Net:
+def net():
     torch.manual_seed(0)
     return Net().double()
 
@@ -68,9 +68,7 @@ def net() -> Net:
 Batch = tuple[Tensor, Tensor | None, list[int]]
 
 
-def batch(
-    seed: int, rank: int, image: bool, chosen: list[int] | None = None, require_grad: bool = False
-) -> Batch:
+def batch(seed, rank, image, chosen=None, require_grad=False):
     """What a rank gets in one step: two samples, each for one expert."""
     source = torch.Generator().manual_seed(1000 * seed + rank)
     ids = torch.randint(20, (2, 5), generator=source)

@@ -1,8 +1,5 @@
 """Small plain models for tests of planning; ``tests/helpers/zoo.py`` holds the ones that train."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -11,13 +8,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardkit import init_on_meta, materialize, shard_model
 
 
-def keep_all(context: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_all(context, op, *args, **kwargs):
     """A policy of selective checkpointing."""
     return CheckpointPolicy.MUST_SAVE
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int = 8, inner: int | None = None):
+    def __init__(self, dim=8, inner=None):
         super().__init__()
         inner = inner or 2 * dim
         self.norm = nn.LayerNorm(dim)
@@ -32,7 +29,7 @@ class Decoder(nn.Module):
     share unevenly.
     """
 
-    def __init__(self, layers: int = 3, dim: int = 8, vocabulary: int = 11, tied: bool = False):
+    def __init__(self, layers=3, dim=8, vocabulary=11, tied=False):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, dim)
         self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
@@ -48,7 +45,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x)).clone()  # torch 2.13 warns of modules that return a view
 
 
-def sharded(build: Callable[[], nn.Module], meta: bool = False, **options: Any) -> nn.Module:
+def sharded(build, meta=False, **options):
     """What ``build`` makes, sharded, and with ``meta`` initialized on meta."""
     if not meta:
         return shard_model(build(), **options)
@@ -57,13 +54,13 @@ def sharded(build: Callable[[], nn.Module], meta: bool = False, **options: Any) 
     return materialize(shard_model(model, **options))
 
 
-def step(model: nn.Module, batch: int = 2):
+def step(model, batch=2):
     """One forward and backward of a Decoder."""
     torch.manual_seed(0)
     model(torch.randint(0, 11, (batch, 5))).square().mean().backward()
 
 
-def snapshot(model: nn.Module) -> list[object]:
+def snapshot(model):
     """What sharding would change in a model, to show that nothing has."""
     modules = [(name, type(module), id(module)) for name, module in model.named_modules()]
     hooks = [

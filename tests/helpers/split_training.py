@@ -11,17 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from meshes import mesh_of
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import accumulate, global_token_count, scale_loss, shard_model
 from shardkit.sequence import split_sequence
-from shardkit.sequence.batch import SplitSequence
 
 Batch = dict[str, Any]
 
 
-def kinds(seed: int) -> list[Batch]:
+def kinds(seed):
     """Micro-batches: of odd length, of odd length padded on the left, padded on the right, and of
     three documents.
     """
@@ -29,7 +27,7 @@ def kinds(seed: int) -> list[Batch]:
     ids = torch.randint(1, 67, (4, 2, 16), generator=generator)
     labels = ids.clone()
     labels[:, :, : 3 + seed % 3] = -100
-    batches: list[Batch] = [{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]
+    batches = [{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]
     odd = {name: x[:, :13] for name, x in batches[0].items()}
     batches[1] = {name: x[:, :15] for name, x in batches[1].items()}
     for batch, hidden in ((batches[1], slice(None, 5)), (batches[2], slice(10, None))):
@@ -42,18 +40,18 @@ def kinds(seed: int) -> list[Batch]:
     return [odd, batches[1], batches[2], packed]
 
 
-def shifted(labels: Tensor) -> Tensor:
+def shifted(labels):
     return F.pad(labels[:, 1:], (0, 1), value=-100)
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+def loss_of(logits, labels):
     """The sum over tokens, in the dtype of the logits: float32 would hide what float64 shows."""
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
     )
 
 
-def plain_step(model: nn.Module, batches: list[Batch]) -> Tensor:
+def plain_step(model, batches):
     """The mean loss over the tokens of all batches in one process, and its
     gradients in ``.grad``.
     """
@@ -68,7 +66,7 @@ def plain_step(model: nn.Module, batches: list[Batch]) -> Tensor:
     return loss.detach()
 
 
-def split_step(model: nn.Module, sequence: SplitSequence, batches: list[Batch]) -> Tensor:
+def split_step(model, sequence, batches):
     """The same by all ranks, whose micro-batches these are; the loop that any batch has."""
     parts = [sequence.split(batch) for batch in batches]
     labels = [part.pop("labels") for part in parts]
@@ -83,13 +81,13 @@ def split_step(model: nn.Module, sequence: SplitSequence, batches: list[Batch]) 
     return total / tokens
 
 
-def split(model: nn.Module, sp: int, **settings: Any) -> SplitSequence:
+def split(model, sp, **settings):
     """Shard ``model`` over all ranks and split its sequences over ``sp`` of them."""
     shard_model(model, **settings)
     return split_sequence(model, mesh_of((dist.get_world_size() // sp, sp), "dp", "sp")["sp"])
 
 
-def difference(model: nn.Module, plain: nn.Module) -> float:
+def difference(model, plain):
     """The L2 distance of all gradients, relative to the plain model's norm; inf where one has none
     and one has.
     """
@@ -106,9 +104,7 @@ def difference(model: nn.Module, plain: nn.Module) -> float:
     return float((squares / norm).sqrt())
 
 
-def differences(
-    model: nn.Module, batches: list[list[Batch]], sp: int, **settings: Any
-) -> tuple[float, float]:
+def differences(model, batches, sp, **settings):
     """The differences of the loss and of the gradients; ``batches`` are the micro-batches of each
     dp rank.
     """
@@ -119,7 +115,7 @@ def differences(
     return float((loss - expected).abs() / expected.abs()), difference(model, plain)
 
 
-def vision_language() -> nn.Module:
+def vision_language():
     """A tiny Qwen3-VL."""
     torch.manual_seed(0)
     text = {
@@ -159,7 +155,7 @@ def vision_language() -> nn.Module:
     return transformers.Qwen3VLForConditionalGeneration(config).double()
 
 
-def pictures(seed: int, length: int = 21, image: bool = True) -> Batch:
+def pictures(seed, length=21, image=True):
     """Two rows of text, with one image each of four tokens, or without."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 80, (2, length), generator=generator)
@@ -167,7 +163,7 @@ def pictures(seed: int, length: int = 21, image: bool = True) -> Batch:
         ids[row, start : start + 6] = torch.tensor([92, 90, 90, 90, 90, 93])
     labels = ids.masked_fill(ids >= 90, -100)
     labels[:, : 3 + seed] = -100
-    batch: Batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
     batch["mm_token_type_ids"] = (ids == 90).int()
     if image:
         batch["pixel_values"] = torch.randn(32, 96, generator=generator, dtype=torch.float64)

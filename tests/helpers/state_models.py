@@ -1,7 +1,5 @@
 """Models in every layout that state may have, beside the plain model that they were made from."""
 
-from collections.abc import Callable
-
 import grads_net
 import torch
 import torch.distributed as dist
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import Optimizer
 
 WIDTH, VOCAB = 6, 7
 
@@ -33,10 +30,10 @@ class Net(grads_net.Net):
         self.register_buffer("table", torch.ones(3), persistent=False)
         self.version = "one"
 
-    def get_extra_state(self) -> str:
+    def get_extra_state(self):
         return self.version
 
-    def set_extra_state(self, state: str):
+    def set_extra_state(self, state):
         self.version = state
 
     def forward(self, ids):
@@ -47,20 +44,20 @@ class Net(grads_net.Net):
         return self.head(self.frozen(x) * self.gain) + self.narrow(x).sum(-1, keepdim=True)
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+def seeded(build):
     torch.manual_seed(0)
     return build()
 
 
-def fsdp(net: nn.Module) -> nn.Module:
+def fsdp(net):
     return blockwise(net, mesh=mesh_of((dist.get_world_size(),)))
 
 
-def offloaded(net: nn.Module) -> nn.Module:
+def offloaded(net):
     return blockwise(net, mesh=mesh_of((4,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def three_axes(net: nn.Module) -> nn.Module:
+def three_axes(net):
     """Copies, shards and columns: (dp_replicate, dp_shard, tp) of 2, 1 and 2 ranks."""
     mesh = mesh_of((2, 1, 2), "dp_replicate", "dp_shard", "tp")
     for block in net.blocks:
@@ -68,18 +65,18 @@ def three_axes(net: nn.Module) -> nn.Module:
     return blockwise(net, mesh=mesh["dp_replicate", "dp_shard"])
 
 
-def ignoring(net: nn.Module) -> nn.Module:
+def ignoring(net):
     return blockwise(net, mesh=mesh_of((4,)), ignored_params={net.gain, net.narrow.weight})
 
 
-def wrapped(net: nn.Module) -> nn.Module:
+def wrapped(net):
     """Compiled and checkpointed by wrappers that show in names."""
     net.blocks[0] = checkpoint_wrapper(net.blocks[0])
     net.blocks[1] = torch.compile(net.blocks[1], backend="eager")
     return torch.compile(blockwise(net, mesh=mesh_of((4,))), backend="eager")
 
 
-def unsharded(net: nn.Module) -> nn.Module:
+def unsharded(net):
     """As a forward leaves it: the root and all blocks hold stand-ins."""
     net = blockwise(net, mesh=mesh_of((dist.get_world_size(),)), reshard_after_forward=False)
     with torch.no_grad():
@@ -87,7 +84,7 @@ def unsharded(net: nn.Module) -> nn.Module:
     return net
 
 
-LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+LAYOUTS = {
     layout.__name__: layout
     for layout in (
         plain,
@@ -107,7 +104,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 OTHERS = [name for name in LAYOUTS if name not in ("hsdp", "columns")]
 
 
-def assert_same_state(found: dict[str, object], expected: dict[str, object]):
+def assert_same_state(found, expected):
     """Keys in order, dtypes, values to the bit, and nothing but plain tensors."""
     assert list(found) == list(expected)
     for name, value in expected.items():
@@ -120,11 +117,11 @@ def assert_same_state(found: dict[str, object], expected: dict[str, object]):
         assert torch.equal(as_bytes(found[name]), as_bytes(value)), name
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor):
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def two_groups(model: nn.Module, backwards: bool = False) -> list[dict]:
+def two_groups(model, backwards=False):
     """Two groups with options of their own, and an empty one between them."""
     named = list(model.named_parameters())
     weights = [param for name, param in named if "bias" not in name]
@@ -137,7 +134,7 @@ def two_groups(model: nn.Module, backwards: bool = False) -> list[dict]:
     ]
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
+def train(model, optimizer, steps):
     """Losses of steps with the same tokens on all ranks, so that the mean of two gradients is
     exactly the gradient.
     """

@@ -7,7 +7,6 @@ any two meet.
 
 import functools
 import itertools
-from typing import Any
 from unittest import mock
 
 import torch
@@ -26,9 +25,9 @@ PRECISION = {"float32": {}, "bf16": {"mp_policy": MixedPrecisionPolicy(param_dty
 MESH = {"FSDP": (), "HSDP": (2, 2)}  # () for all ranks on one axis
 OFFLOAD = {"no": {}, "yes": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}
 MICRO_BATCHES = {"1": 1, "2": 2}
-FACTORS: list[dict[str, Any]] = [CHECKPOINTING, COMPILE, PRECISION, MESH, OFFLOAD, MICRO_BATCHES]
+FACTORS = [CHECKPOINTING, COMPILE, PRECISION, MESH, OFFLOAD, MICRO_BATCHES]
 Cell = tuple[str, ...]
-CELLS: list[Cell] = list(itertools.product(*FACTORS))
+CELLS = list(itertools.product(*FACTORS))
 
 
 class Block(nn.Module):
@@ -38,7 +37,7 @@ class Block(nn.Module):
     checkpointing.
     """
 
-    def __init__(self, has_buffers: bool):
+    def __init__(self, has_buffers):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
         self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
@@ -72,7 +71,7 @@ class Net(nn.Module):
         return self.head(x).clone()
 
 
-def float8_net() -> nn.Module:
+def float8_net():
     """Net with torchao's float8 linear layers in its blocks, whose weights are
     gathered in float8.
     """
@@ -88,13 +87,13 @@ NET = Entry(Net, lambda seed: {"x": floats(seed, 2, 5, 8)})
 FLOAT8 = Entry(float8_net, NET.batch)
 
 
-def pairs() -> list[Cell]:
+def pairs():
     """A few cells in which every two settings meet; in this order few are compiled, which takes
     long.
     """
     pairs_of = {cell: {*itertools.combinations(enumerate(cell), 2)} for cell in CELLS}
     missing = set().union(*pairs_of.values())
-    chosen: list[Cell] = []
+    chosen = []
     order = sorted(CELLS, key=lambda cell: cell[::-1])
     while missing:
         chosen.append(max(order, key=lambda cell: len(missing & pairs_of[cell])))
@@ -102,7 +101,7 @@ def pairs() -> list[Cell]:
     return chosen
 
 
-def seen(cells: list[Cell], name: str = "NET") -> dict[Cell, str]:
+def seen(cells, name="NET"):
     """Train a model in each cell as the plain one is trained, and say what differs. On each of
     4 ranks, or of 2 without HSDP.
     """
@@ -110,7 +109,7 @@ def seen(cells: list[Cell], name: str = "NET") -> dict[Cell, str]:
     return {cell: _seen(cell, entry) for cell in cells}
 
 
-def _seen(cell: Cell, entry: str | Entry) -> str:
+def _seen(cell, entry):
     picked = [values[value] for values, value in zip(FACTORS, cell, strict=True)]
     checkpointing, compiles, precision, mesh, offload, micro_batches = picked
     options = {"checkpoint_activations": checkpointing, "compile": compiles, **precision, **offload}

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def assert_same(found: object, expected: object, path: str = ""):
+def assert_same(found, expected, path=""):
     """Equal in every type, key, length, number and bit; DTensors as what they are of."""
     assert type(found) is type(expected), path
     if isinstance(expected, dict):

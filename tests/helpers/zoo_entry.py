@@ -10,7 +10,7 @@ from torch import nn
 Batch = dict[str, Any]
 
 
-def mean_square(model: nn.Module, batch: Batch) -> torch.Tensor:
+def mean_square(model, batch):
     """A loss for any model that returns one tensor."""
     return model(**batch).float().square().mean()
 
@@ -36,11 +36,11 @@ class Entry:
     uneven: bool = False
 
 
-def integers(seed: int, high: int, *shape: int) -> torch.Tensor:
+def integers(seed, high, *shape):
     """Random integers from 0 to ``high`` - 1, the same for a seed."""
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def floats(seed: int, *shape: int) -> torch.Tensor:
+def floats(seed, *shape):
     """Normal random numbers, the same for a seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

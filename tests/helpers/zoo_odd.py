@@ -39,7 +39,7 @@ class Frozen(nn.Module):
 
 
 class LoraLinear(nn.Module):
-    def __init__(self, base: nn.Linear):
+    def __init__(self, base):
         super().__init__()
         self.base = base.requires_grad_(False).to(torch.bfloat16)
         self.lora_a = nn.Linear(base.in_features, 2, bias=False)
@@ -49,7 +49,7 @@ class LoraLinear(nn.Module):
         return self.base(x.bfloat16()).float() + self.lora_b(self.lora_a(x))
 
 
-def lora() -> nn.Module:
+def lora():
     """A frozen bf16 base with fp32 adapters that train."""
     model = NanoGpt(tied=False).requires_grad_(False)
     for block in model.transformer.h:
@@ -98,7 +98,7 @@ class Narrow(nn.Module):
 # Modules that are not called once each, in order.
 
 
-def shared_weight() -> nn.Module:
+def shared_weight():
     """Two blocks share a weight, each by its own name."""
     model = nn.Sequential(*blocks(4))
     model[2].up.weight = model[0].up.weight
@@ -164,7 +164,7 @@ class TupleBlock(nn.Module):
         super().__init__()
         self.block = Block()
 
-    def forward(self, state: dict, *, scale: float) -> dict:
+    def forward(self, state, *, scale):
         return {"x": self.block(state["x"]) * scale, "step": state["step"] + 1}
 
 

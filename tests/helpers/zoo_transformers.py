@@ -2,12 +2,9 @@
 dropout.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import transformers as tf
-from zoo_entry import Batch, Entry, floats, integers
+from zoo_entry import Entry, floats, integers
 
 # it recommends kernels and masks, not what a test of tiny models needs
 tf.logging.set_verbosity_error()
@@ -33,7 +30,7 @@ ENCODER_DECODER = {"d_model": 16} | {
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-HEADS: list[str] = []
+HEADS = []
 
 
 def import_models():
@@ -44,56 +41,56 @@ def import_models():
         getattr(tf, name)
 
 
-def _loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+def _loss(model, batch):
     return model(**batch).loss
 
 
 def _entry(
-    head: str,
-    batch: Callable[[int], Batch],
-    crossing: bool = False,
-    **arguments: Any,
-) -> Entry:
+    head,
+    batch,
+    crossing=False,
+    **arguments,
+):
     """``head`` with these arguments of its config; by name, since transformers imports a model when
     it is asked for.
     """
     HEADS.append(head)
 
-    def build() -> torch.nn.Module:
+    def build():
         kind = getattr(tf, head)
         return kind(kind.config_class(**arguments)).train()
 
     return Entry(build, batch, _loss, crossing=crossing)
 
 
-def _tokens(seed: int) -> Batch:
+def _tokens(seed):
     ids = integers(seed, VOCAB, BATCH, LENGTH)
     return {"input_ids": ids, "labels": ids}
 
 
-def _pairs(seed: int) -> Batch:
+def _pairs(seed):
     return {
         "input_ids": integers(seed, VOCAB, BATCH, LENGTH),
         "labels": integers(seed + 1000, VOCAB, BATCH, LENGTH - 1),
     }
 
 
-def _images(seed: int) -> Batch:
+def _images(seed):
     return {"pixel_values": floats(seed, BATCH, 3, 16, 16), "labels": integers(seed, 2, BATCH)}
 
 
-def _mel(seed: int) -> Batch:
+def _mel(seed):
     return {
         "input_features": floats(seed, BATCH, 8, 24),
         "labels": integers(seed, VOCAB, BATCH, LENGTH),
     }
 
 
-def _waves(seed: int) -> Batch:
+def _waves(seed):
     return {"input_values": floats(seed, BATCH, 400), "labels": integers(seed, 9, BATCH, 3) + 1}
 
 
-def _image_text(seed: int) -> Batch:
+def _image_text(seed):
     # CLIP reads a text's features at its end token, the largest id.
     ids = torch.cat(
         [integers(seed, VOCAB - 1, BATCH, LENGTH - 1), torch.full((BATCH, 1), VOCAB - 1)], 1

@@ -3,40 +3,40 @@
 import torch
 import torch.nn.functional as F
 from small_models import Block
-from torch import Tensor, nn
-from zoo_entry import Batch, Entry, floats, integers
+from torch import nn
+from zoo_entry import Entry, floats, integers
 
 VOCAB, WIDTH = 19, 8
 
 
-def blocks(count: int = 3, width: int = WIDTH) -> nn.ModuleList:
+def blocks(count=3, width=WIDTH):
     return nn.ModuleList(Block(width) for _ in range(count))
 
 
-def run(modules: nn.ModuleList, x: Tensor) -> Tensor:
+def run(modules, x):
     for module in modules:
         x = module(x)
     return x
 
 
-def tokens(seed: int) -> Batch:
+def tokens(seed):
     return {"ids": integers(seed, VOCAB, 2, 5)}
 
 
-def vectors(seed: int) -> Batch:
+def vectors(seed):
     return {"x": floats(seed, 2, 5, WIDTH)}
 
 
-def stacked(seed: int) -> Batch:
+def stacked(seed):
     """``vectors`` for an nn.Sequential."""
     return {"input": floats(seed, 2, 5, WIDTH)}
 
 
-def pixels(seed: int) -> Batch:
+def pixels(seed):
     return {"x": floats(seed, 2, 3, 8, 8)}
 
 
-def next_token(model: nn.Module, batch: Batch) -> Tensor:
+def next_token(model, batch):
     logits = model(**batch).float()
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
 
@@ -44,11 +44,11 @@ def next_token(model: nn.Module, batch: Batch) -> Tensor:
 # Sequences.
 
 
-def nn_transformer() -> nn.Module:
+def nn_transformer():
     return nn.Transformer(WIDTH, 2, 2, 2, dim_feedforward=12, dropout=0.0, batch_first=True)
 
 
-def two_sequences(seed: int) -> Batch:
+def two_sequences(seed):
     return {"src": floats(seed, 2, 5, WIDTH), "tgt": floats(seed + 1000, 2, 4, WIDTH)}
 
 
@@ -66,7 +66,7 @@ class LstmLm(nn.Module):
 class NanoGpt(nn.Module):
     """As nanoGPT: ``transformer`` is a ModuleDict, the head's weight is the embedding's."""
 
-    def __init__(self, tied: bool = True):
+    def __init__(self, tied=True):
         super().__init__()
         self.transformer = nn.ModuleDict(
             {
@@ -104,7 +104,7 @@ class HeadByWeight(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    def __init__(self, inner: int, outer: int, stride: int):
+    def __init__(self, inner, outer, stride):
         super().__init__()
         self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(outer)

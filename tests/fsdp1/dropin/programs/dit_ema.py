@@ -123,10 +123,9 @@ def save_checkpoint(directory, model, ema, opt, step):
 
 
 def resume_optimizer(opt, args):
-    if not args.fresh_optimizer:
-        opt.load_state_dict(read_own(args.resume))
-        for group in opt.param_groups:
-            group["lr"], group["weight_decay"] = args.lr, 0.01
+    opt.load_state_dict(read_own(args.resume))
+    for group in opt.param_groups:
+        group["lr"], group["weight_decay"] = args.lr, 0.01
 
 
 def build(args):
@@ -185,7 +184,7 @@ def sample(ema):
 def main(argv=None):
     args = parse(
         argv, steps=4, batch_size=4, micro_batch_size=2, lr=0.003, grad_clip=2.0, policy="lambda",
-        strategy="FULL_SHARD", precision="fp32", grad_precision="", no_sync=False, fresh_optimizer=False,
+        strategy="FULL_SHARD", precision="fp32", grad_precision="", no_sync=False,
         save_at=0, out="", resume="",
     )  # fmt: skip
     model, ema = build(args)
