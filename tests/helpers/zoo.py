@@ -2,9 +2,10 @@
 library.
 """
 
+from zoo_entry import Entry
 from zoo_odd import ODD
 from zoo_transformers import TRANSFORMERS
 from zoo_usual import USUAL
 
-PLAIN = {**USUAL, **ODD}
-ZOO = {**PLAIN, **TRANSFORMERS}
+PLAIN: dict[str, Entry] = {**USUAL, **ODD}
+ZOO: dict[str, Entry] = {**PLAIN, **TRANSFORMERS}
