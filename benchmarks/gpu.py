@@ -6,7 +6,8 @@ installed. It prints a line of facts, runs ``tests/gpu``, then the groups of
 minutes is left out by name. DIR has at most 8 files, written anew after every case: ``results.json``,
 ``README.md`` with all tables, ``log.txt``, ``tests.txt``, and pictures.
 
-``--only GROUP`` runs one group (``tests`` is one too), ``--estimate`` prints the plan, and ``--cpu``
+``--only GROUP`` runs one group (``tests`` is one too; ``memory``, the table of predicted and
+allocated memory of 20 models, runs last, or alone), ``--estimate`` prints the plan, and ``--cpu``
 runs everything small on a CPU, to show that it works. ``python -m benchmarks.train --table DIR``
 prints the README's tables of DIR.
 """
@@ -35,6 +36,8 @@ from benchmarks.train.suites import on_cpu, one_card, without_compiler
 
 ROOT = Path(__file__).parents[1]
 TESTS_SECONDS = 100.0  # on a GPU
+MEMORY_SECONDS = 60.0
+MEMORY = (sys.executable, "-m", "benchmarks.memory", "--table")
 TESTS = (sys.executable, "-m", "pytest", "tests/gpu", "--confcutdir=tests/gpu", "-q", "-rfEs")
 # Published runs of the same configuration, by the case that repeats them: source, tokens/s, MFU.
 PUBLISHED = {
@@ -56,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     facts = facts_of_machine(options.cpu)
     suite = suite_for(facts, options.cpu)
-    names = ["tests", *(group.name for group in suite.groups)]
+    names = ["tests", "memory", *(group.name for group in suite.groups)]
     if options.only is not None and options.only not in names:
         parser.error(f"--only {options.only}: not a group. Pass one of {', '.join(names)}.")
     if options.estimate:
@@ -74,6 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     groups = tuple(group for group in suite.groups if options.only in (None, group.name))
     if groups:
         kit.run_groups(replace(suite, groups=groups))
+    if options.only in (None, "memory"):
+        kit.run_memory(options.cpu)
     print((options.out / "README.md").read_text())
     return int(kit.has_failed)
 
@@ -126,6 +131,8 @@ class Kit:
     def __init__(self, out: Path, facts: dict[str, Any], deadline: float) -> None:
         self.out, self.facts, self.deadline = out, facts, deadline
         self.started, self.has_failed, self.tests = time.monotonic(), False, "not run"
+        self.known: dict[str, records.Record] = {}
+        self.page = self.memory = ""
         out.mkdir(parents=True, exist_ok=True)
         (out / "log.txt").write_text("")
 
@@ -164,6 +171,28 @@ class Kit:
         self.log(f"tests/gpu: {self.tests}")
         self.write({}, "")
 
+    def run_memory(self, cpu: bool) -> None:
+        """Predicted memory beside that of the allocator, if a minute is left."""
+        limit = self.deadline - time.monotonic()
+        if limit < MEMORY_SECONDS:
+            self.log("memory: left out, no time")
+            return
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if cpu:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        try:
+            done = subprocess.run(
+                MEMORY, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit
+            )
+        except subprocess.TimeoutExpired:
+            self.log(f"memory: no end after {limit:.0f} s")
+            return
+        self.has_failed |= done.returncode != 0
+        # the rows so far, where a model has failed
+        self.memory = done.stdout or done.stderr[-3000:]
+        self.log("memory: " + ("failed" if done.returncode else "measured"))
+        self.write(self.known, self.page)
+
     def run_groups(self, suite: Suite) -> None:
         """Measure the groups until the deadline, and write the results after every case."""
         with tempfile.TemporaryDirectory() as folder:
@@ -174,9 +203,10 @@ class Kit:
 
     def write(self, known: dict[str, records.Record], page: str) -> None:
         """Write ``results.json`` and ``README.md``."""
+        self.known, self.page = known, page
         results = {"facts": self.facts, "tests": self.tests, "records": known}
         _replace(self.out / "results.json", json.dumps(results, indent=1) + "\n")
-        parts = ["# One GPU", f"`tests/gpu`: {self.tests}.", published(known), page]
+        parts = ["# One GPU", f"`tests/gpu`: {self.tests}.", published(known), page, self.memory]
         _replace(self.out / "README.md", "\n\n".join(filter(None, parts)) + "\n")
 
 

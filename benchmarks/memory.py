@@ -8,6 +8,9 @@ GPU they stay "not yet measured". ``--tiny`` counts the storages of a tiny Llama
 (``tests/helpers/memory_count.py``), goal: 3 %, and then without an optimizer. Both also time
 ``plan_for_budget`` for a 70B on 64 ranks, in CPU seconds of this process, goal: under 10.
 ``--out DIRECTORY`` gets ``memory.json`` and ``memory.png``.
+
+``--table`` prints a Markdown table of the models of ``memory_models.py`` instead: on a GPU of width
+1024, measured by the allocator in steps with AdamW, else of width 64, counted as with ``--tiny``.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
+from torch import nn
 
+from benchmarks.memory_models import models
 from benchmarks.models import SHAPES, Llama, llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, apply_plan, plan_model
 from shardkit.memory import plan_for_budget
@@ -105,6 +109,63 @@ def measure(size: str) -> list[dict[str, Any]]:
     return records
 
 
+def mean_loss(output: Any) -> torch.Tensor:
+    """Return the output's loss, or a mean of its first tensor."""
+    loss = getattr(output, "loss", None)
+    loss = output if loss is None else loss
+    first = loss if isinstance(loss, torch.Tensor) else loss[0]
+    return first.float().square().mean()
+
+
+def table_of_models() -> str:
+    """Return predicted beside measured for rank 0 of 8, a row for each model."""
+    gpu = torch.cuda.is_available()
+    how = "allocated" if gpu else "counted"
+    rows = [f"| model | parameters | predicted | {how} | off by |", "| --- |" + " ---: |" * 4]
+    for name, (build, batch) in models(1024 if gpu else 64).items():
+        torch.manual_seed(0)
+        model = build()
+        size = sum(param.numel() for param in model.parameters())
+        plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=HALF)
+        step = trace(model, plan, batch, loss=mean_loss)
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        state = OptimizerBytes.of("adamw" if gpu else "none")
+        expected = max(point.total for point in timeline(plan, step, state, buffers))
+        measured = model_on_gpu(model, plan, batch) if gpu else model_on_cpu(model, plan, batch)
+        off = f"{expected / measured - 1:+.2%}"
+        rows.append(f"| {name} | {size:,} | {nbytes(expected)} | {nbytes(measured)} | {off} |")
+        print(rows[-1], file=sys.stderr, flush=True)
+    return "\n".join(rows)
+
+
+def model_on_cpu(model: nn.Module, plan: ShardingPlan, batch: dict[str, torch.Tensor]) -> int:
+    """Count storages, the batch among them, without an optimizer."""
+    sys.path.append(str(HELPERS))
+    from memory_count import counted_peak
+
+    peak = counted_peak(model, plan, lambda sharded: mean_loss(sharded(**batch)).backward())
+    return peak + sum(
+        tensor.nbytes for tensor in {id(each): each for each in batch.values()}.values()
+    )
+
+
+def model_on_gpu(model: nn.Module, plan: ShardingPlan, batch: dict[str, torch.Tensor]) -> int:
+    """What the allocator saw in the third step with AdamW, of what this model added."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with fake_world(8):
+        apply_plan(model, plan)
+        moved = {name: tensor.cuda() for name, tensor in batch.items()}
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            mean_loss(model(**moved)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cuda.max_memory_allocated() - before
+
+
 def seconds_for_70b() -> float:
     """CPU seconds of a plan for a budget."""
     start = time.process_time()
@@ -134,6 +195,8 @@ def _row(record: dict[str, Any]) -> list[str]:
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Bars of each plan, predicted beside what was measured."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 0.5 + 0.42 * len(records)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     names = [f"{record['size']}, {record['plan']}" for record in records]
@@ -157,7 +220,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a tiny Llama, counted on the CPU")
     parser.add_argument("--out", type=Path, help="directory for memory.json and memory.png")
+    parser.add_argument("--table", action="store_true", help="20 models of many kinds")
     options = parser.parse_args()
+    if options.table:
+        print(table_of_models())
+        return
     records = [
         record for size in (["tiny"] if options.tiny else ["1B", "8B"]) for record in measure(size)
     ]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+import time
 
 import pytest
 import torch
@@ -80,3 +83,16 @@ def test_no_gpu_is_said(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--only", "none", "--cpu", "--out", str(tmp_path)])
     assert "Pass one of tests, 8b-engines" in capsys.readouterr().err
+
+
+def test_the_table_of_memory_has_a_row_for_each_model(tmp_path, monkeypatch) -> None:
+    script = "from benchmarks import memory\n"
+    script += "memory.models = lambda width, all=memory.models: {'Llama': all(width)['Llama']}\n"
+    monkeypatch.setattr(
+        gpu, "MEMORY", (sys.executable, "-c", script + "print(memory.table_of_models())")
+    )
+    kit = gpu.Kit(tmp_path, FACTS, time.monotonic() + 300)
+    kit.run_memory(cpu=True)
+    page = (tmp_path / "README.md").read_text()
+    assert re.search(r"\| Llama \| [\d,]+ \| .* \| \+0\.0\d% \|", page), page
+    assert not kit.has_failed
