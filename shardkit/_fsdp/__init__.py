@@ -103,18 +103,10 @@ def initialize(root: FSDPModule) -> None:
 
     torch has no public way before a forward (2.11 to 2.15).
     """
-    # Here torch decides in which dtype a unit reduces, from its parameters that train. Before 2.15
-    # that is none where all are frozen, and they could not be unfrozen later.
-    frozen: list[Tensor] = []
-    for unit in fsdp_units(root):  # type: ignore[arg-type]
-        params = [param.sharded_param for param in unit.fsdp_params]
-        floats = [param for param in params if param.is_floating_point()]
-        if len({param.dtype for param in floats}) == 1:
-            if not any(param.requires_grad for param in floats):
-                frozen.append(floats[0].requires_grad_())
-    root._get_fsdp_state()._lazy_init()
-    for param in frozen:
-        param.requires_grad_(False)
+    from shardkit._fsdp.before_2_15 import dtypes_of_frozen
+
+    with dtypes_of_frozen(fsdp_units(root)):  # type: ignore[arg-type]
+        root._get_fsdp_state()._lazy_init()
 
 
 def is_in_use(module: FSDPModule) -> bool:

@@ -210,10 +210,9 @@ def _replace_forwards(model: nn.Module, plan: ShardingPlan) -> None:
         order_forwards(model, plan)
     for unit in plan.units:
         if unit.float32:
-            from shardkit.runtime.float32 import compute_in_float32
+            from shardkit.runtime.float32 import cast_at_borders
 
-            for fqn in unit.modules:
-                compute_in_float32(model.get_submodule(fqn))
+            cast_at_borders(model, unit.modules)
     for fqn, dtype in plan.replicated_modules().items():
         from shardkit.runtime.replicated import compute_in
 

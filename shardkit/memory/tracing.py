@@ -37,7 +37,7 @@ from shardkit._torch.dispatch import tensors_of as tensors_of
 from shardkit.activations import checkpointed
 from shardkit.errors import PlanError
 from shardkit.plan import ShardingPlan, ShardUnit
-from shardkit.runtime.float32 import compute_in_float32
+from shardkit.runtime.float32 import cast_at_borders
 from shardkit.runtime.replicated import compute_in
 from shardkit.shards import as_sharded
 from shardkit.tiles import tiled
@@ -479,8 +479,8 @@ def _put(model: nn.Module, plan: ShardingPlan, stand_in: Callable[..., Any]) -> 
             # transformers fills no cache in training, and checkpointed blocks must not.
             config["use_cache"] = False
     for unit in plan.units:
-        for fqn in unit.modules if unit.float32 else ():
-            compute_in_float32(model.get_submodule(fqn))
+        if unit.float32:
+            cast_at_borders(model, unit.modules)
     for fqn, dtype in plan.replicated_modules().items():
         compute_in(model.get_submodule(fqn), dtype)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, listing, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
@@ -68,11 +67,10 @@ def build_plan(
         selections = select(tree, units)
         if not any(tree.root in selection.modules for selection in selections):
             selections = [*selections, Selection((tree.root,), reshard=False)]
-    if float32:
-        policy = settings.get("mp_policy") or MixedPrecisionPolicy()
-        selections = in_float32(tree, selections, float32, policy)
     if whole:
         selections = _without(selections, whole - {tree.root})
+    if float32:  # replicated or not: they cast what they are given
+        selections = in_float32(tree, selections, float32, settings)
 
     plan = plan_of(
         tree,
@@ -136,9 +134,6 @@ def _without(selections: list[Selection], replicated: set[ModuleNode]) -> list[S
     """
     kept = []
     for selection in selections:
-        if selection.float32:  # without parameters it still casts what its modules are given
-            kept.append(selection)
-            continue
         modules = tuple(node for node in selection.modules if node not in replicated)
         if modules:
             kept.append(replace(selection, modules=modules))

@@ -156,7 +156,7 @@ def in_float32(
     tree: ModelTree,
     selections: list[Selection],
     rules: Rule | Sequence[Rule],
-    mp_policy: MixedPrecisionPolicy,
+    settings: Overrides,
 ) -> list[Selection]:
     """Return the units without the modules that rules match, and those of these, which compute in
     float32. Those inside of one unit are one together, which stays unsharded until backward.
@@ -172,9 +172,10 @@ def in_float32(
         inside.update(tree.subtree(node))
 
     around = units_around(tree, [selection.modules for selection in selections])
+    of_model = replace(settings.get("mp_policy") or MixedPrecisionPolicy(), output_dtype=None)
     units = []
     for index, selection in enumerate(selections):
-        policy = selection.overrides.get("mp_policy") or replace(mp_policy, output_dtype=None)
+        policy = selection.overrides.get("mp_policy") or of_model
         policy = replace(policy, param_dtype=torch.float32, cast_forward_inputs=False)
         own = tuple(node for node in selection.modules if node in inside)
         others = tuple(node for node in selection.modules if node not in inside)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardkit._torch.dispatch import tree_map
+
+
+def cast_at_borders(model: nn.Module, fqns: Iterable[str]) -> None:
+    """Let these modules compute in float32. In place."""
+    for fqn in fqns:
+        compute_in_float32(model.get_submodule(fqn))
 
 
 def compute_in_float32(module: nn.Module) -> None:
