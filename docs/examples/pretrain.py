@@ -135,7 +135,10 @@ def main(argv=None):
                 f"step {step + 1:>5}  loss {losses[-1]:.4f}  norm {norm:.2f}  lr "
                 f"{scheduler.get_last_lr()[0]:.1e}"
             )
-        if (step + 1) % args.save_every == 0:  # a thread writes it while training goes on
+        is_last = step + 1 == args.steps
+        if (
+            is_last or (step + 1) % args.save_every == 0
+        ):  # a thread writes it while training goes on
             path = args.runs / f"step-{step + 1}"
             extra = {"step": step + 1}
             saving = save_checkpoint(

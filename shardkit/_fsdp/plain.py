@@ -296,14 +296,25 @@ class PlainUnit(WaitingUnit):
                 waiting_gradients[grad] = param.fqn
 
     def was_cleared(self, param: PlainShard, grad: Tensor, version: int) -> bool:
-        """Whether ``p.grad`` is gone or was zeroed."""
+        """Whether ``p.grad`` is gone or was zeroed; raises where the program wrote other values."""
         waiting_gradients.pop(grad)
-        if grad.numel():
-            is_zeroed = grad._version != version and not (grad.any() or grad.signbit().any())
-        else:
+        if param.plain.grad is None:
+            return True
+        is_written = param.plain.grad is not grad
+        is_zeroed = False
+        if not grad.numel():
             is_zeroed = not grad.requires_grad
             grad.requires_grad_(False)
-        return bool(is_zeroed) or param.plain.grad is not grad
+        elif grad._version != version:
+            is_zeroed = not bool(grad.any() or grad.signbit().any())
+            is_written |= not is_zeroed
+        if is_written:
+            raise RuntimeError(
+                f"{param.fqn}.grad was written while its gradient waits to be reduced: after a "
+                "backward under no_sync() it is zeros, so the write would be lost. Write it after "
+                "a backward outside of no_sync(), or clear it by optimizer.zero_grad()."
+            )
+        return is_zeroed
 
 
 # ---- for the drop-in

@@ -41,6 +41,11 @@ def is_pretrained(model: nn.Module) -> bool:
     return isinstance(unwrapped(model), transformers.PreTrainedModel)
 
 
+def unsaved_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names that a transformers model leaves out of its files. Local, pure."""
+    return tuple(getattr(unwrapped(model), "_keys_to_ignore_on_save", None) or ())
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers that clean FQNs leave out."""
     for name in WRAPPERS:

@@ -45,6 +45,7 @@ from shardkit.checkpoint.hub import (
     is_pretrained,
     plain_class,
     plan_save,
+    unsaved_names,
     unwrapped,
 )
 from shardkit.checkpoint.save import check_complete, check_savable, described, parts_to_write
@@ -91,8 +92,10 @@ def load_pretrained(
     ``key_map`` and to files of ``save_checkpoint``. In place, and parameters stay the same objects;
     **collective** over the ranks of the model's meshes, local for a plain model.
 
-    On meta, parameters and persistent buffers get the values in the files; other tensors the values
-    of the construction, recorded by ``init_on_meta``, or else of the model's own initializers.
+    Tensors that transformers never saves (``_keys_to_ignore_on_save``), such as sinusoidal
+    positions, may be missing. On meta, parameters and persistent buffers get the values in the
+    files; other tensors the values of the construction, recorded by ``init_on_meta``, or else of
+    the model's own initializers.
 
     Args:
         model: plain, or sharded by any ``fully_shard`` calls, on meta or with values.
@@ -128,7 +131,12 @@ def load_pretrained(
         dtypes = {}
         for name, tensor in tensors.items():
             dtypes[name] = tensor.dtype if not tensor.is_floating_point() else dtype or tensor.dtype
-        plan = plan_load(tensors, source.contents.model, request, dtypes)
+        wanted = {}
+        unsaved = unsaved_names(model)
+        for name, tensor in tensors.items():
+            if name in source.contents.model or name not in unsaved:
+                wanted[name] = tensor
+        plan = plan_load(wanted, source.contents.model, request, dtypes)
         refuse_subclasses({name: tensors[name] for name in plan.copies})
         check_stored_ties(source, plan, tensors, request)
         memory = LoadMemory(model, tensors, {name: dtypes[name] for name in plan.copies})
@@ -335,6 +343,11 @@ def plan_export(model: nn.Module) -> Export:
             f"model must be of transformers 5, or of peft, got {plain_class(bare).__name__}. Use "
             "save_checkpoint."
         )
+    if any(".base_layer." in name for name in tensors):
+        raise CheckpointError(
+            "model has adapters of peft in it, and names that no other program knows. Pass the "
+            "PeftModel, for the adapter, or merge it first: model.merge_and_unload()."
+        )
     if getattr(bare, "hf_quantizer", None) is not None:
         raise CheckpointError(
             "model is quantized by transformers. Only transformers knows the layout of its "
@@ -343,10 +356,10 @@ def plan_export(model: nn.Module) -> Export:
     # Of the names of a tied tensor, that is kept which transformers does not tie to another.
     tied = getattr(bare, "all_tied_weights_keys", None) or {}
     first = first_names({name: tensors[name] for name in sorted(tensors, key=tied.__contains__)})
-    ignored = getattr(bare, "_keys_to_ignore_on_save", None) or ()
+    unsaved = unsaved_names(model)
     sources = {}
     for name, tensor in tensors.items():
-        if first[name] == name and name not in ignored:
+        if first[name] == name and name not in unsaved:
             sources[name] = tensor
     return Export("model", bare, sources, *plan_save(bare, sources))
 

@@ -52,7 +52,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--batch",
         type=_batch,
         metavar="BxS",
-        help="sequences x tokens of one rank's micro-batch: 1x4096",
+        help="sequences x tokens of one rank's micro-batch, for models of token ids: 1x4096; for "
+        "other inputs call plan_model(model, memory_budget=..., example_batch=...)",
     )
     parser.add_argument(
         "--budget",

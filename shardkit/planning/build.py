@@ -193,6 +193,12 @@ def plan_of(
         notes.append(
             f"{names}: ignored but trained, so each rank keeps its own, unreduced gradient"
         )
+    root = tree.root.module
+    if units[-1].params and type(root).forward is nn.Module.forward and "forward" not in vars(root):
+        notes.append(
+            f"{type(root).__name__} has no forward, so nothing unshards what the root keeps. Name "
+            "the modules that you call as units, or shard each of them by itself"
+        )
     tiles = tiles or {}
     plan = ShardingPlan(
         units=tuple(units),

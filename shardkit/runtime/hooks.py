@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from shardkit._fsdp import (
+    FSDPUnit,
     both_require_grad,
     fsdp_units,
     initialize,
@@ -32,7 +34,8 @@ from shardkit.ranks import warn_once
 from shardkit.runtime.stepping import check_awake
 
 _Hook = Callable[..., None]
-double_backwards: list[nn.Module] = []  # models that run in the context ``double_backward``
+# units whose parameters stay unsharded: in the contexts ``double_backward`` and ``full_params``
+_staying: list[FSDPUnit] = []
 
 _BACKWARD_INSIDE = (
     "forward ran a backward, such as torch.autograd.grad, after which FSDP2 frees the unsharded "
@@ -67,12 +70,16 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
     # end, because a forward without backward ended inside. Methods call forwards and each other.
     reshard_at_end: list[bool] = []
     units = fsdp_units(root)
+    refuse_create_graph = functools.partial(_refuse_create_graph, units)
     # Whether the two forms of each parameter of units left unsharded required grad at the last
     # forward. Where that changes, requires_grad_() was called on one of them.
     last_flags: list[tuple[bool, bool]] = []
 
     @not_compiled
     def after_forward(module: nn.Module, args: object, kwargs: object, output: Any) -> None:
+        # Autocast keeps converted parameters for the next forward in the same context. Their
+        # gradients would then arrive through this forward's graph, after FSDP2 has reduced.
+        torch.clear_autocast_cache()
         error = sys.exc_info()[1]
         if output is None and error is not None:  # forward failed
             _explain(error)
@@ -87,13 +94,13 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
                 last_flags[:] = flags
             first = units[0]  # the root's, which a forward leaves unsharded unless it reshards
             if module in first.modules and not first.post_forward_mesh_info and first.is_sharded:
-                if not (double_backwards or is_in_use(module)):  # in use, as in full_params
+                if set(units).isdisjoint(_staying):
                     warn_once(_BACKWARD_INSIDE)
             tensors = [output] if isinstance(output, Tensor) else list(_tensors(output))
-            if not double_backwards:
+            if set(units).isdisjoint(_staying):
                 for tensor in tensors:
                     if tensor.grad_fn is not None:  # a parameter would keep the hooks of all steps
-                        tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
+                        tensor.register_hook(refuse_create_graph)  # type: ignore[no-untyped-call]
             if not tensors or tensors[0].requires_grad:
                 return  # a backward follows, and reshards
             # It may follow too where only another output, an input or a parameter requires grad.
@@ -109,6 +116,17 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
     root.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
     for name in methods:
         _register(root, name, begin, after_forward, reshard_at_end)
+
+
+@contextmanager
+def allowing_create_graph(units: list[FSDPUnit]) -> Iterator[None]:
+    """In this context the parameters of these units stay for a second backward. Local."""
+    _staying.extend(units)
+    try:
+        yield
+    finally:
+        for unit in units:
+            _staying.remove(unit)
 
 
 def reshard(model: nn.Module) -> None:
@@ -209,11 +227,12 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _refuse_create_graph(gradient: Tensor) -> None:
+def _refuse_create_graph(units: list[FSDPUnit], gradient: Tensor) -> None:
     # enabled in a backward only with create_graph
-    if torch.is_grad_enabled() and not double_backwards:
+    if torch.is_grad_enabled() and set(units).isdisjoint(_staying):
         raise ShardkitError(
-            "backward cannot run with create_graph=True on a sharded model. FSDP2 frees the "
-            "unsharded parameters that the graph of this backward needs. Run the forward and both "
-            "backwards inside `with shardkit.double_backward(model):`."
+            "backward cannot run with create_graph=True, as torch.func.grad, vjp and jacrev do, on "
+            "a sharded model. FSDP2 frees the unsharded parameters that the graph of this backward "
+            "needs. Run the forward and both backwards inside "
+            "`with shardkit.double_backward(model):`."
         )

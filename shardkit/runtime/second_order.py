@@ -9,7 +9,7 @@ from torch import nn
 
 from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.states import unsharded_until_backward
-from shardkit.runtime.hooks import double_backwards, reshard
+from shardkit.runtime.hooks import allowing_create_graph, reshard
 
 
 @contextmanager
@@ -30,15 +30,14 @@ def double_backward(model: nn.Module) -> Iterator[None]:
         ...     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         ...     (model(x).mean() + grad.square().sum()).backward()
     """
-    before = [(unit, unit.reshard_after_backward) for unit in fsdp_units(model)]
-    for unit, _ in before:
+    units = fsdp_units(model)
+    before = [(unit, unit.reshard_after_backward) for unit in units]
+    for unit in units:
         unit.reshard_after_backward = False
-    double_backwards.append(model)
     try:
-        with unsharded_until_backward(model):
+        with allowing_create_graph(units), unsharded_until_backward(model):
             yield
     finally:
-        double_backwards.remove(model)
         for unit, flag in before:
             unit.reshard_after_backward = flag
         reshard(model)

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import fsdp_params
+from shardkit._fsdp import fsdp_params, fsdp_units
 from shardkit._fsdp.states import PLACEHOLDER, is_under_way, without_hooks
 from shardkit.boxes import EACH_ALONE, Move, gather, model_group, refuse_quantized, scatter
 from shardkit.errors import ShardkitError, listing
 from shardkit.ranks import check_equal, groups_of, raise_on_all_ranks
+from shardkit.runtime.hooks import allowing_create_graph
 from shardkit.runtime.stepping import check_awake
 from shardkit.state.model import parameter_names, refuse_meta
 
@@ -90,6 +91,7 @@ def full_params(
     with raise_on_all_ranks(groups if writeback and rank0_only else []):
         changed: dict[str, Tensor | None] = {}
         with (
+            allowing_create_graph(fsdp_units(model) if recurse else []),
             without_hooks([*model.modules()] if recurse else [model]),
             _replaced(model, names, fulls) as places,
         ):

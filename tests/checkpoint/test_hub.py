@@ -167,7 +167,9 @@ def test_errors_are_the_same_on_every_rank_and_leave_what_was_there(tmp_path):
     save_pretrained(model, tmp_path / "hub")
     before = sorted(os.listdir(tmp_path / "hub"))
     plain = shard_model(nn.Sequential(nn.Linear(4, 4)), mesh=mesh_of((2,)))
+    adapted = get_peft_model(made("llama", 3), LoraConfig(target_modules=["q_proj"]))
     cases = {
+        "Pass the PeftModel": lambda: save_pretrained(adapted.get_base_model(), tmp_path / "new"),
         "got Sequential": lambda: save_pretrained(plain, tmp_path / "new"),
         "pass overwrite=True": lambda: save_pretrained(model, tmp_path / "hub"),
         "must not be a checkpoint": lambda: save_pretrained(

@@ -36,6 +36,19 @@ MODELS = {
     "qwen2_vl": lambda: tf.Qwen2VLForConditionalGeneration(
         tf.Qwen2VLConfig(text_config={**TEXT, "rope_parameters": ROPE}, vision_config=QWEN_VISION)
     ),
+    "marian": lambda: tf.MarianMTModel(  # its files lack the sinusoidal positions
+        tf.MarianConfig(
+            vocab_size=64,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            pad_token_id=1,
+        )
+    ),
     "gemma3": lambda: tf.Gemma3ForConditionalGeneration(
         tf.Gemma3Config(
             text_config=tf.Gemma3TextConfig(**TEXT), vision_config=tf.SiglipVisionConfig(**VISION)

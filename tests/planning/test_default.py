@@ -255,6 +255,11 @@ def test_functional_use_of_a_tied_weight():
     assert names(model) == ["layers.0", "layers.1", "layers.2", "(root)"]
 
 
+def test_a_container_without_forward_is_noted():
+    plan = plan_model(nn.ModuleDict({"g": Decoder(), "d": nn.Linear(8, 1)}), mesh=EIGHT)
+    assert any("ModuleDict has no forward" in note for note in plan.notes)
+
+
 class MidLast(nn.Module):
     """Registers its middle block last, as UNets do."""
 

@@ -39,6 +39,7 @@ from shardkit import (
 from shardkit._torch import torch_version
 from shardkit.runtime import hooks
 from shardkit.runtime.second_order import double_backward
+from shardkit.state import full_params
 from shardkit.testing import comm_counts, distributed, fake_world
 
 NO_GRAD = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -484,6 +485,29 @@ def test_without_the_context_it_is_refused():
         penalty_alone(model, 0)
     with pytest.raises(ShardkitError, match="create_graph=True"):
         penalty(lambda x: {"loss": model(x)}["loss"], *vectors(0, 9))
+
+
+@distributed(world_size=2)
+def test_it_is_refused_while_another_model_is_in_the_context_and_runs_in_full_params():
+    plain, model = pair(Critic)
+    _, other = pair(Critic)
+    with double_backward(other), pytest.raises(ShardkitError, match="create_graph=True"):
+        penalty_alone(model, 0)
+    with full_params(other):
+        assert torch.equal(penalty_alone(other, 0), penalty_alone(plain, 0))
+
+
+@distributed(world_size=2)
+def test_autocast_keeps_no_parameters_from_one_forward_to_the_next():
+    """Their gradients would arrive after FSDP2 has reduced those of the second forward."""
+    plain, model = pair()
+    for each in (plain, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                each(tokens())
+            for number in range(2):
+                usual_loss(each, number).backward()
+    assert not differences(plain, model)
 
 
 class NestedOutputs(Critic):

@@ -254,9 +254,10 @@ def main(argv=None):
         losses.append(mean_over_ranks(loss))
         measured = {"loss": losses[-1], "norm": norm.item()}
         stopped = stop_requested()
-        if step % train["evaluate_every"] == 0:
+        is_last = step == train["steps"]
+        if step % train["evaluate_every"] == 0 or is_last:
             measured["held out"] = evaluate(model, held_out, train["micro_batch"])
-        if step % train["evaluate_every"] == 0 or stopped:
+        if step % train["evaluate_every"] == 0 or is_last or stopped:
             extra = {"step": step}
             saving = save_checkpoint(
                 out / f"step-{step}", model, optimizer, extra=extra, keep=2, async_=True

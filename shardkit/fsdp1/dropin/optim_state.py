@@ -29,7 +29,7 @@ from shardkit._fsdp.fsdp1 import is_sharded_tensor
 from shardkit._fsdp.plain import PlainShard, as_dtensors
 from shardkit._torch import local_tensor
 from shardkit.errors import ShardkitError, TranslationError
-from shardkit.fsdp1.dropin.record import Unavailable, record_of, wrappers_of
+from shardkit.fsdp1.dropin.record import Unavailable, record_of, without_wrappers, wrappers_of
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
 from shardkit.shards import as_sharded, device_of
 from shardkit.state.model import parameter_names
@@ -273,6 +273,13 @@ def _to_load(
         for shard in shards.values():
             values = stand_in.state.get(shard.sharded_param, {})
             for key, value in values.items():
+                shape = shard.sharded_param.shape
+                if isinstance(value, Tensor) and value.numel() > 1 and value.shape != shape:
+                    raise ShardkitError(
+                        f"The state {key} of {without_wrappers(shard.fqn)} has the shape "
+                        f"{tuple(value.shape)}, and the parameter {tuple(shape)}. Load the state "
+                        "of an optimizer of the same model."
+                    )
                 if isinstance(value, DTensor):
                     values[key] = shard.flat(local_tensor(value))
         return stand_in.state_dict()

@@ -160,11 +160,10 @@ def test_an_optimizer_drops_what_no_sync_put_aside(set_to_none, before, build):
 
 @pytest.mark.parametrize("build", [net, short])
 @on_ranks(2)
-def test_scaling_and_showing_what_waits_does_not_drop_it(build):
+def test_showing_what_waits_does_not_drop_it(build):
     plain, model = build(), wrapped(build())
     with model.no_sync():
         model(inputs(0)).sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         with pytest.raises(ShardkitError, match="has a gradient that is not reduced yet"):
             model.clip_grad_norm_(1.0)
     model.state_dict()
@@ -172,6 +171,27 @@ def test_scaling_and_showing_what_waits_does_not_drop_it(build):
         pass
     model(inputs(1)).sum().backward()
     assert_norm_of_two_batches(plain, model)
+
+
+def scale(param):
+    param.grad.mul_(0.5)
+
+
+def replace(param):
+    param.grad = param.grad * 1.0
+
+
+@pytest.mark.parametrize(("write", "build"), [(scale, net), (replace, net), (replace, short)])
+@on_ranks(2)
+def test_writing_to_what_waits_is_refused(write, build):
+    model = wrapped(build())
+    with model.no_sync():
+        model(inputs(0)).sum().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            write(param)
+    with pytest.raises(RuntimeError, match="grad was written while its gradient waits"):
+        model(inputs(1)).sum().backward()
 
 
 @on_ranks(2)

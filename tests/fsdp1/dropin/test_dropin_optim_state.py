@@ -247,6 +247,10 @@ def test_given_state_is_saved_and_what_does_not_fit_is_said():
     )
     with pytest.raises(ShardkitError, match=r"- unexpected: body\.down\.weight"):
         FSDP.optim_state_dict_to_load(model, few, full)
+    other = copy.deepcopy(full)
+    other["state"]["body.up.bias"]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(ShardkitError, match=r"exp_avg of up.bias has the shape \(2,\)"):
+        FSDP.optim_state_dict_to_load(model, optimizer, other)
     for wrong in (optimizer.state_dict(), {}):
         with pytest.raises(ShardkitError, match="State by number depends on the order"):
             FSDP.optim_state_dict_to_load(model, optimizer, wrong)
