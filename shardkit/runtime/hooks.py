@@ -94,7 +94,8 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
                 last_flags[:] = flags
             first = units[0]  # the root's, which a forward leaves unsharded unless it reshards
             if module in first.modules and not first.post_forward_mesh_info and first.is_sharded:
-                if set(units).isdisjoint(_staying):
+                # in use, as in full_params of one module
+                if set(units).isdisjoint(_staying) and not is_in_use(module):
                     warn_once(_BACKWARD_INSIDE)
             tensors = [output] if isinstance(output, Tensor) else list(_tensors(output))
             if set(units).isdisjoint(_staying):
