@@ -58,7 +58,8 @@ def build_plan(
 
     notes: list[str] = []
     if units is None:
-        replicated |= _small_shared(tree)
+        if tree.shares_modules:
+            replicated |= _small_shared(tree)
         selections, tie_notes = join_ties(tree, default_units(tree), ignored | replicated)
         selections, mixed, dtype_notes = split_dtypes(tree, selections, ignored | replicated)
         replicated |= mixed
@@ -116,8 +117,6 @@ def _small_shared(tree: ModelTree) -> set[str]:
     rotary embedding. These may call a method of it, for which no unit of its own would unshard.
     """
     small: set[str] = set()
-    if not tree.shares_modules:
-        return small
     for shared in tree.nodes:
         if len(shared.parents) < 2:
             continue

@@ -30,27 +30,11 @@ from shardkit._fsdp import (
     not_compiled,
 )
 from shardkit.errors import ShardkitError, listing
-from shardkit.ranks import warn_once
 from shardkit.runtime.stepping import check_awake
 
 _Hook = Callable[..., None]
 # units whose parameters stay unsharded: in the contexts ``double_backward`` and ``full_params``
 _staying: list[FSDPUnit] = []
-
-_BACKWARD_INSIDE = (
-    "forward ran a backward, such as torch.autograd.grad, after which FSDP2 frees the unsharded "
-    "parameters. If it was with create_graph=True, the next backward ends in `setStorage ... out of "
-    "bounds`: run the step inside `with shardkit.double_backward(model):`."
-)
-# what to do about errors of torch in a forward, by a part of their text
-_FIXES = {
-    "got mixed torch.Tensor and DTensor": "A parameter is used outside of its unit's forward: pass "
-    "example_batch= to shard_model, which leaves such units out, or units=[], one unit.",
-    "RegisterPostBackwardFunction is a view": "A unit changes its input in place: use "
-    "inplace=False, or pass example_batch= to shard_model, which leaves such units out.",
-    "out of bounds for storage of size 0": "If forward calls torch.autograd.grad, run the step "
-    "inside `with shardkit.double_backward(model):`, or pass units=[] to shard_model.",
-}
 
 
 def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
@@ -82,7 +66,9 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
         torch.clear_autocast_cache()
         error = sys.exc_info()[1]
         if output is None and error is not None:  # forward failed
-            _explain(error)
+            from shardkit.runtime.advice import add_advice
+
+            add_advice(error)
             return
         if torch.is_grad_enabled():
             flags: list[tuple[bool, bool]] = []
@@ -92,11 +78,6 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
             if flags != last_flags:
                 keep_requires_grad(units)
                 last_flags[:] = flags
-            first = units[0]  # the root's, which a forward leaves unsharded unless it reshards
-            if module in first.modules and not first.post_forward_mesh_info and first.is_sharded:
-                # in use, as in full_params of one module
-                if set(units).isdisjoint(_staying) and not is_in_use(module):
-                    warn_once(_BACKWARD_INSIDE)
             tensors = [output] if isinstance(output, Tensor) else list(_tensors(output))
             if set(units).isdisjoint(_staying):
                 for tensor in tensors:
@@ -136,13 +117,6 @@ def reshard(model: nn.Module) -> None:
     keep_requires_grad(units)
     for unit in units:
         unit.reshard()
-
-
-def _explain(error: BaseException) -> None:
-    """Add what to do to the text of an error of torch in a forward."""
-    for text, fix in _FIXES.items():
-        if text in str(error) and fix not in str(error):
-            error.args = (f"{str(error).rstrip('!. ')}. {fix}",)
 
 
 def _begin_as_root(root: nn.Module) -> _Hook:
@@ -206,9 +180,6 @@ def _register(
             output = unsharding(*args, **kwargs)
             after_forward(self, args, kwargs, output)
             return output
-        except RuntimeError as error:
-            _explain(error)
-            raise
         finally:
             # Only after the outermost one: the others are followed by more of its work.
             if reshard_at_end.pop() and not reshard_at_end:
