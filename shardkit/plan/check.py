@@ -87,12 +87,6 @@ def _world_size_to_reshard_to(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
 
 
 def _shard_dims(plan: PlanData, unit: ShardUnit) -> Iterator[str]:
-    others = [fqn for fqn, _ in unit.shard_dims if fqn not in unit.params]
-    if others:
-        yield (
-            f"{unit.name} has shard_dims for {listing(others, 6)}, which are not among its "
-            "parameters. Correct the names."
-        )
     if unit.shard_dims and is_world_size(unit.reshard_after_forward):
         yield (
             f"{listing(dict(unit.shard_dims), 6)} is not sharded on dim 0, with "

@@ -18,7 +18,14 @@ from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.selection import Overrides, Rule, Selection, check_settings, policy_name
-from shardkit.planning.tree import ModelTree, ModuleNode, assign, in_order, tie_problem
+from shardkit.planning.tree import (
+    ModelTree,
+    ModuleNode,
+    assign,
+    has_forward,
+    in_order,
+    tie_problem,
+)
 
 FEW = 1024  # elements of a frozen parameter that is worth no sharding where modules share it
 
@@ -192,11 +199,10 @@ def plan_of(
         notes.append(
             f"{names}: ignored but trained, so each rank keeps its own, unreduced gradient"
         )
-    root = tree.root.module
-    if units[-1].params and type(root).forward is nn.Module.forward and "forward" not in vars(root):
+    if units[-1].params and not has_forward(tree.root.module):
         notes.append(
-            f"{type(root).__name__} has no forward, so nothing unshards what the root keeps. Name "
-            "the modules that you call as units, or shard each of them by itself"
+            "The model has no forward, so nothing unshards what the root keeps. Name the modules "
+            "that you call as units, or shard each of them by itself"
         )
     tiles = tiles or {}
     plan = ShardingPlan(

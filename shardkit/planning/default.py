@@ -146,7 +146,10 @@ def _list_items(tree: ModelTree) -> set[ModuleNode]:
     """
     experts: set[ModuleNode] = set()
     items: set[ModuleNode] = set()
-    for node, children in tree.with_children():
+    for node in tree.nodes:
+        children = tree.children(node)
+        if not children:
+            continue
         if not isinstance(node.module, _CONTAINERS):
             if not _NUMBER.search(" ".join(node.module._modules)):
                 continue  # most modules

@@ -146,10 +146,6 @@ class ModelTree:
             return spec._replace(tensor_parallel=True, part=_largest_part(param))
         return spec if spec.trainable else spec._replace(element_bytes=_element_bytes(param))
 
-    def with_children(self) -> Iterable[tuple[ModuleNode, list[ModuleNode]]]:
-        """The modules that register others, with these."""
-        return self._children.items()
-
     def children(self, node: ModuleNode) -> list[ModuleNode]:
         """The modules that a module registers, each once."""
         return self._children.get(node, [])
