@@ -212,7 +212,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for key, tensor, size in tensors:
                 if tensor.untyped_storage().nbytes() < size:
                     self._note(FREED, unit.name, key)
-                self.hooked[id(tensor.untyped_storage())].pop(unit.name, None)
+                self.hooked.get(id(tensor.untyped_storage()), {}).pop(unit.name, None)
             for tensor in tensors_of(output):
                 if tensor.requires_grad and is_view(tensor):
                     self._hook(unit.name, tensor)
