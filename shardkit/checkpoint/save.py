@@ -212,8 +212,9 @@ def _collect(model: nn.Module, optimizer: Any, scheduler: Any, trainable_only: b
         for place, tensor in tensor_leaves(optimizer_state).items():
             tensors[f"optimizer/{optimizer_name(place)}"] = tensor.detach()
 
+    empty = torch.empty(0)  # one for all, since to pickle a tensor takes time
     plain = {
-        "optimizer": with_leaves(optimizer_state, lambda _, tensor: torch.empty(0)),
+        "optimizer": with_leaves(optimizer_state, lambda _, tensor: empty),
         "extra_state": state.others,
         "ties": {name: other for name, other in first.items() if name != other},
         "trainable_only": trainable_only,
@@ -433,13 +434,16 @@ def parts_to_write(
     """Yield this rank's parts that no other rank writes: of the first replica, on the mesh of the
     owner. Local.
     """
+    first_ranks: dict[DeviceMesh, int] = {}  # of each mesh, whose ``mesh`` takes time (torch 2.13)
     for key, tensor in tensors.items():
         # Of a plain tensor the owner writes everything. A DTensor's shards are written by the ranks
         # of its first replica, if its mesh is the owner's.
         is_writer = own_rank() == owners[key]
         if isinstance(tensor, DTensor):
-            is_owners_mesh = int(tensor.device_mesh.mesh.min()) == owners[key]
-            is_writer = is_owners_mesh and is_first_replica(tensor)
+            mesh = tensor.device_mesh
+            if mesh not in first_ranks:
+                first_ranks[mesh] = int(mesh.mesh.min())
+            is_writer = first_ranks[mesh] == owners[key] and is_first_replica(tensor)
         if is_writer:
             yield locations[key], part_of(tensor)
 
