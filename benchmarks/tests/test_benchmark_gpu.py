@@ -82,7 +82,7 @@ def test_no_gpu_is_said(tmp_path, capsys) -> None:
     assert "Pass --cpu" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         gpu.main(["--only", "none", "--cpu", "--out", str(tmp_path)])
-    assert "Pass one of tests, 8b-engines" in capsys.readouterr().err
+    assert "Pass one of tests, memory, 8b-engines" in capsys.readouterr().err
 
 
 def test_the_table_of_memory_has_a_row_for_each_model(tmp_path, monkeypatch) -> None:
