@@ -68,6 +68,23 @@ def reset_iteration(root: Any) -> None:
         reset_iter_state(root)
 
 
+def end_backward(model: nn.Module) -> None:
+    """Reduce and wait for what a backward left that reached the output of no unit. Collective.
+
+    Torch ends a backward only if it passes the output of a unit: a penalty alone may have no
+    gradient of any. So this is a backward that does nothing else.
+    """
+    states = states_of(roots_of(model))
+
+    def end(_: torch.Tensor) -> None:
+        for state in states:
+            state._register_root_post_backward_final_callback()
+
+    nothing = torch.zeros((), requires_grad=True)
+    nothing.register_hook(end)
+    nothing.backward()
+
+
 def drop_unreduced_gradients(unit: FSDPUnit) -> None:
     """Drop the gradients of a unit that backward kept to be reduced later. Local."""
     # On an HSDP mesh what was reduce-scattered for the whole unit waits for the all-reduce, with

@@ -488,6 +488,8 @@ def named_full_tensors(
     with raise_on_all_ranks(groups, call="named_full_tensors"):
         if names not in ("model", "hub"):
             raise ShardkitError(f'names must be "model" or "hub", got {names!r}.')
+        if not isinstance(bucket_bytes, int):
+            raise ShardkitError(f"bucket_bytes must be a number of bytes, got {bucket_bytes!r}.")
         state = state_to_gather(model)
         export = plan_export(model) if names == "hub" else None
     same = {

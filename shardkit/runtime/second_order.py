@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from shardkit._fsdp import fsdp_units
-from shardkit._fsdp.states import unsharded_until_backward
+from shardkit._fsdp.states import end_backward, unsharded_until_backward
 from shardkit.runtime.hooks import allowing_create_graph, reshard
 
 
@@ -37,6 +37,7 @@ def double_backward(model: nn.Module) -> Iterator[None]:
     try:
         with allowing_create_graph(units), unsharded_until_backward(model):
             yield
+        end_backward(model)
     finally:
         for unit, flag in before:
             unit.reshard_after_backward = flag

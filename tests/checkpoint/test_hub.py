@@ -213,6 +213,8 @@ def test_a_stream_holds_one_bucket_and_its_arguments_are_checked():
     assert live.peak - own <= 2 * largest + 1_000  # what is converted, and what it is converted to
     with pytest.raises(ShardkitError, match='must be "model" or "hub"'):
         next(named_full_tensors(model, names="hf"))
+    with pytest.raises(ShardkitError, match="bucket_bytes must be"):
+        next(named_full_tensors(model, bucket_bytes=None))
     with pytest.raises(CheckpointError, match="got Linear"):
         next(named_full_tensors(nn.Linear(2, 2), names="hub"))
     with pytest.raises(ShardkitError, match="in names"):
