@@ -128,7 +128,8 @@ class FullyShardedDataParallel(nn.Module):
                 raise
         raise UnavailableAttribute(
             f"{name} is an internal of FSDP1: FSDP2 has no flat parameters and no handles. Use "
-            "model.parameters(), each rank's part of each, or FSDP.summon_full_params(model)."
+            "model.parameters(), each rank's part of each, FSDP.summon_full_params(model), or "
+            "model.module.reshard() to free full parameters."
         )
 
     def __getitem__(self, key: Any) -> Any:

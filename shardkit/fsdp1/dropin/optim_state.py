@@ -178,14 +178,8 @@ def _config_of(model: nn.Module) -> OptimStateDictConfig:
     return settings.optim_state_dict_config
 
 
-def as_optimizer_of_dtensors(
-    optim: Optimizer | None, shards: Mapping[Tensor, PlainShard]
-) -> Optimizer:
-    """Return an optimizer like ``optim``, or of ``model.parameters()``, whose parameters are
-    DTensors. Local.
-    """
-    if optim is None:
-        optim = torch.optim.SGD(shards, lr=0.0)
+def as_optimizer_of_dtensors(optim: Optimizer, shards: Mapping[Tensor, PlainShard]) -> Optimizer:
+    """Return an optimizer like ``optim`` whose parameters are DTensors. Local."""
     stand_in: Any = object.__new__(type(optim))
     vars(stand_in).update(vars(optim))
     vars(stand_in).pop("step", None)  # that of an LR scheduler is bound to the optimizer itself
@@ -257,6 +251,7 @@ def _to_load(
     flat again, is the result. ``optim`` does not change.
     """
     with as_dtensors(model) as shards:
+        optim = optim or torch.optim.SGD(model.parameters(), lr=0.0)
         stand_in = as_optimizer_of_dtensors(optim, shards)
         if from_rank0:
             load_full_optimizer_state_dict(model, stand_in, given or {}, src="rank0")

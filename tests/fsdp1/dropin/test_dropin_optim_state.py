@@ -260,7 +260,9 @@ def test_given_state_is_saved_and_what_does_not_fit_is_said():
     )
     assert_same(loaded["state"], optimizer.state_dict()["state"])
 
-    flat = FSDP(nn.Linear(3, 3), sharding_strategy=ShardingStrategy.NO_SHARD)
+    net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+    net[1] = FSDP(net[1], sharding_strategy=ShardingStrategy.NO_SHARD)  # between the root's
+    flat = FSDP(net, sharding_strategy=ShardingStrategy.NO_SHARD)
     whole = torch.optim.Adam(flat.parameters())
     flat(torch.ones(2, 3)).sum().backward()
     whole.step()
