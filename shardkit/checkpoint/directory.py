@@ -98,7 +98,9 @@ def put_back(path: Path) -> None:
 def clear(path: Path) -> None:
     """Delete the draft beside ``path``, and what was replaced by what is there now."""
     shutil.rmtree(draft_of(path), ignore_errors=True)
-    if replaced_of(path).exists() and not is_vacant(path):
+    if replaced_of(path).is_symlink():  # to a checkpoint, which a draft must not write into
+        replaced_of(path).unlink()
+    elif replaced_of(path).exists() and not is_vacant(path):
         # Renamed first: of a kill while it is deleted a draft is left, never half a checkpoint.
         with suppress(OSError):  # the draft could not be deleted: the next save tries again
             os.rename(replaced_of(path), draft_of(path))

@@ -132,6 +132,8 @@ def load_checkpoint(
         "random": random,
         "verify": verify,
     }
+    if isinstance(source, NativeCheckpoint):  # of two steps, all else would be equal
+        same["manifest at path"] = source.created
     for name, value in contents.model.items():
         if isinstance(value, Stored):
             same[f"{name} at path"] = repr(value)

@@ -26,6 +26,7 @@ class NativeCheckpoint(Safetensors):
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._manifest = directory, read_manifest(directory)
+        self.created = self._manifest["created"]
         version = self._manifest["shardkit_checkpoint"]
         if version != VERSION:
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 
@@ -38,3 +39,12 @@ def stop_requested(group: dist.ProcessGroup | None = None) -> bool:
 def _receive(number: int, frame: FrameType | None) -> None:
     global _received
     _received = number
+
+
+def _end_as_usual() -> None:
+    """Let SIGTERM end a fork of this process, as ``multiprocessing`` ends its workers."""
+    if signal.getsignal(signal.SIGTERM) is _receive:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_as_usual)

@@ -423,10 +423,7 @@ def _stand_ins(
         try:
             with mode, same_dropout_on_shards(), _without_packing(batch):
                 _put(model, plan, stand_in)
-                yield (
-                    tuple(stand_in(value) for value in args),
-                    {key: stand_in(value) for key, value in kwargs.items()},
-                )
+                yield tree_map(stand_in, (tuple(args), dict(kwargs)))
         finally:
             for container, content in reversed(before):
                 container.clear()

@@ -16,5 +16,6 @@ _ADVICE = {
 def add_advice(error: BaseException) -> None:
     """Add what to do to the text of an error of torch in a forward."""
     for text, advice in _ADVICE.items():
-        if text in str(error) and advice not in str(error):
+        # an error of the program's own, which quotes torch's, may have other arguments
+        if error.args == (str(error),) and text in str(error) and advice not in str(error):
             error.args = (f"{str(error).rstrip('!. ')}. {advice}",)

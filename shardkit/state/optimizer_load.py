@@ -185,15 +185,16 @@ def plan_state(
     saved = {fqn: values for fqn, values in saved.items() if fqn in params}
     existing = tensor_leaves(present)
     targets: dict[str, Tensor] = {}
-    for path, spec in tensor_leaves(saved, Spec).items():
-        old = existing.get(path)
-        if old is not None and is_wrapper(local_value(old)):
-            old = None  # quantized, such as torchao's, which cannot be filled
-        if old is not None and (old.shape, old.dtype) == (spec.shape, spec.dtype):
-            targets[path] = old
-        else:
-            _, fqn, key = path.split("/", 2)
-            targets[path] = _new_state(params[fqn], key, spec, old)
+    for fqn, values in saved.items():  # an FQN may have a "/" too
+        for place, spec in tensor_leaves(values, Spec).items():
+            path = f"/{fqn}{place}"
+            old = existing.get(path)
+            if old is not None and is_wrapper(local_value(old)):
+                old = None  # quantized, such as torchao's, which cannot be filled
+            if old is not None and (old.shape, old.dtype) == (spec.shape, spec.dtype):
+                targets[path] = old
+            else:
+                targets[path] = _new_state(params[fqn], place[1:], spec, old)
     return with_leaves(saved, lambda path, _: targets[path], Spec), targets
 
 

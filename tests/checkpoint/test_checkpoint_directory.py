@@ -264,6 +264,17 @@ def test_rotation_leaves_what_has_other_files_and_links(tmp_path):
     assert listing(steps[1]) == ["data", "manifest.json"]
 
 
+def test_a_link_that_is_replaced_twice_leaves_what_it_points_to(tmp_path):
+    model, link = torch.nn.Linear(2, 2), tmp_path / "latest"
+    save_checkpoint(tmp_path / "step-1", model, extra=1)
+    link.symlink_to("step-1")
+    for step in (2, 3):
+        save_checkpoint(link, model, extra=step, overwrite=True)
+    assert load_checkpoint(tmp_path / "step-1", model) == 1
+    assert load_checkpoint(link, model) == 3
+    assert listing(tmp_path) == ["latest", "step-1"]
+
+
 def test_a_pipe_with_the_name_of_a_manifest_hangs_nothing(tmp_path):
     (tmp_path / "a").mkdir()
     os.mkfifo(tmp_path / "a" / directory.MANIFEST)

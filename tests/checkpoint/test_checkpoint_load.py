@@ -265,3 +265,16 @@ def test_tied_values_that_differ_in_one_ranks_part_change_nothing_on_any(tmp_pat
     with pytest.raises(CheckpointError, match="one tied tensor"):
         load_checkpoint(tmp_path / "0.pt", model)
     assert torch.equal(model[0].weight.to_local(), before)
+
+
+def test_state_of_a_module_with_a_slash_in_its_name_comes_back(tmp_path):
+    states = []
+    for _ in range(2):
+        model = nn.ModuleDict({"image/left": nn.Linear(2, 1)})
+        states.append((model, torch.optim.AdamW(model.parameters())))
+    model, optimizer = states[0]
+    model["image/left"](torch.ones(2)).backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    load_checkpoint(tmp_path / "a", *states[1])
+    assert_same(states[1][1].state_dict(), optimizer.state_dict())

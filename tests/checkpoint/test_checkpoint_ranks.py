@@ -230,6 +230,15 @@ def test_ranks_that_mean_different_things_all_raise(tmp_path):
 
 
 @on_ranks(2)
+def test_ranks_that_see_different_checkpoints_load_none(tmp_path):
+    state = build((2,))
+    for name in ("step-0", "step-1"):
+        save_checkpoint(tmp_path / name, *state)
+    with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in manifest at path"):
+        load_checkpoint(tmp_path / f"step-{dist.get_rank()}", *state, verify=False)
+
+
+@on_ranks(2)
 def test_a_save_exchanges_little_and_flushes_each_file_and_two_directories(tmp_path):
     state = build((2,))
     train(*state)

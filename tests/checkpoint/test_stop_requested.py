@@ -1,7 +1,9 @@
 """stop_requested: SIGTERM on one rank ends the loop after the same step on all."""
 
+import multiprocessing
 import os
 import signal
+import time
 
 import torch.distributed as dist
 from cpu_ranks import on_ranks
@@ -22,4 +24,25 @@ def test_sigterm_on_one_rank_ends_the_loop_after_the_same_step_on_all(monkeypatc
         os.kill(os.getpid(), signal.SIGTERM)  # a second one, as of torchrun after SLURM's
         assert stop_requested()
     finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def wait(ready):
+    ready.set()
+    time.sleep(60)
+
+
+def test_a_fork_of_the_process_ends_on_sigterm_as_ever():
+    handler, context = signal.getsignal(signal.SIGTERM), multiprocessing.get_context("fork")
+    ready = context.Event()
+    child = context.Process(target=wait, args=(ready,))
+    try:
+        stop_requested()
+        child.start()
+        ready.wait(30)
+        child.terminate()
+        child.join(30)
+        assert child.exitcode == -signal.SIGTERM
+    finally:
+        child.kill()
         signal.signal(signal.SIGTERM, handler)

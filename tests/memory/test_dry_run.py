@@ -310,6 +310,18 @@ def test_a_frozen_config():
     assert model.config == Config()
 
 
+@pytest.mark.parametrize(("device", "reads"), [("cpu", False), ("cpu", True), ("meta", False)])
+def test_tensors_in_lists_of_the_batch_stay_as_they_are(device, reads):
+    class Scaling(Block):
+        def forward(self, images):
+            largest = images[0].max().item() if reads else 2
+            return super().forward(images[0].div_(largest))
+
+    images = [torch.full((2, 8), 2.0, device=device)]
+    plan_model(Scaling().to(device), mesh=TWO, example_batch=(images,))
+    assert images[0].is_meta or images[0].eq(2).all()
+
+
 def test_a_model_that_does_not_run_on_fake_tensors_is_one_error():
     class Values(Block):
         def forward(self, x):

@@ -36,6 +36,7 @@ from shardkit import (
     shard_model,
 )
 from shardkit._torch import torch_version
+from shardkit.runtime.advice import add_advice
 from shardkit.runtime.second_order import double_backward
 from shardkit.state import full_params
 from shardkit.testing import comm_counts, distributed, fake_world
@@ -439,6 +440,12 @@ def test_an_error_of_torch_in_forward_says_what_to_do():
     _, model = pair(Bypassing)
     with pytest.raises(RuntimeError, match=r"mixed.*example_batch=.*units=\[\]"):
         model(vectors(0)[0])
+
+
+def test_an_error_of_the_program_that_quotes_torch_keeps_its_arguments():
+    error = OSError(5, "got mixed torch.Tensor and DTensor")
+    add_advice(error)
+    assert error.args == (5, "got mixed torch.Tensor and DTensor")
 
 
 class Policy(Critic):
