@@ -26,6 +26,8 @@ logger = logging.getLogger("shardkit")
 OUTSIDE = "parameters are used outside of it"
 FILLED = "it writes into lists or dicts of its caller, and FSDP2 passes it copies"
 CHANGED = "its input, or its output that is a view, is changed in place after FSDP2 hooked it"
+REPLACED = "functional_call gives it other parameters, and FSDP2 puts its own back"
+TRANSFORMED = "torch.func differentiates it, and FSDP2 frees its parameters before"
 FREED = "it frees its inputs until backward restores them, and FSDP2 passes it views"
 
 
@@ -153,6 +155,14 @@ def _content(container: Any) -> list[Any]:
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage; None for one that ``torch.func.grad`` wraps, which has none."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None
+
+
 class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what a forward does that FSDP2 does not allow for."""
 
@@ -180,12 +190,17 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         casts = policy.cast_forward_inputs and policy.param_dtype is not None
         containers: list[tuple[str, Any, list[Any]]] = []  # argument, container, content before
         tensors: list[tuple[str, Tensor, int]] = []  # argument, tensor, bytes before
+        params = [dict(module.named_parameters()) for module in modules]
 
         def enter(inputs: Any) -> Any:
             self._running.append(unit.name)
             self.called.setdefault(unit.name)
             if unit.reshard_after_forward is False:
                 self._kept.add(unit.name)
+            for module, own in zip(modules, params, strict=True):
+                for fqn, param in module.named_parameters():
+                    if param is not own.get(fqn):
+                        self._note(REPLACED, unit.name, fqn)
             if not casts and not torch.is_grad_enabled():
                 return inputs  # FSDP2 passes the inputs themselves
             args, kwargs = inputs
@@ -193,8 +208,13 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for container in _containers(value):
                     containers.append((key, container, _content(container)))
                 for tensor in tensors_of(value):
-                    if tensor.requires_grad:
-                        tensors.append((key, tensor, tensor.untyped_storage().nbytes()))
+                    if not tensor.requires_grad:
+                        continue
+                    storage = _storage_of(tensor)
+                    if storage is None:
+                        self._note(TRANSFORMED, unit.name, key)
+                    else:
+                        tensors.append((key, tensor, storage.nbytes()))
                         self._hook(unit.name, tensor)
             return inputs
 
@@ -214,7 +234,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note(FREED, unit.name, key)
                 self.hooked.get(id(tensor.untyped_storage()), {}).pop(unit.name, None)
             for tensor in tensors_of(output):
-                if tensor.requires_grad and is_view(tensor):
+                if tensor.requires_grad and is_view(tensor) and _storage_of(tensor) is not None:
                     self._hook(unit.name, tensor)
             containers.clear()
             tensors.clear()

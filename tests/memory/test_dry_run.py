@@ -14,6 +14,7 @@ from meshes import mesh_of
 from small_models import Block, Decoder, snapshot
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call, grad
 
 from shardkit import (
     MeshSpec,
@@ -287,6 +288,27 @@ def test_blocks_whose_input_or_output_is_changed_in_place_are_left_out():
     assert plan.notes[-1].startswith("layers.1, layers.2: not a unit, because its input, or its")
 
 
+class Functional(nn.Module):
+    """Calls a block with a weight that it computes, and differentiates another."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        x = functional_call(self.layers[0], {"norm.weight": x.mean(0)}, x)
+        x = x + grad(lambda y: self.layers[1](y).square().sum())(x)
+        return self.layers[3](self.layers[2](x))
+
+
+def test_blocks_that_torch_func_calls_are_left_out():
+    plan = plan_model(Functional(), mesh=TWO, example_batch=torch.randn(2, 8))
+    assert units(plan) == ["layers.2", "layers.3", "(root)"]
+    assert any(note.startswith("layers.0: not a unit, because functional_") for note in plan.notes)
+    assert any(note.startswith("layers.1: not a unit, because torch.func ") for note in plan.notes)
+
+
 def test_lists_that_a_unit_reads_are_not_noted():
     class Reading(FillingBlock):
         def forward(self, x, cache):
@@ -344,7 +366,7 @@ def test_a_call_that_runs_no_hooks_is_refused():
         plan_model(Process(), mesh=TWO, example_batch=torch.randn(2, 8))
 
 
-@pytest.mark.parametrize("build", [hidden, filling, Changing])
+@pytest.mark.parametrize("build", [hidden, filling, Changing, Functional])
 @on_ranks(2)
 def test_what_is_left_out_trains_as_the_plain_model_does(build):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
