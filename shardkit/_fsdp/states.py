@@ -119,6 +119,12 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
     return dtypes
 
 
+def show_plain_name(module: nn.Module) -> None:
+    """Let ``_get_name`` return the name of the class that ``fully_shard`` has derived from. Local."""
+    name = type(module).__name__.removeprefix("FSDP")
+    vars(module)["_get_name"] = lambda: name
+
+
 def is_under_way(model: nn.Module) -> bool:
     """Whether a forward or backward of a unit of the model has begun and not ended. Local, pure."""
     for state in states_of(model.modules()):

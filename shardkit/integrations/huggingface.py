@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp.states import compute_dtypes
+from shardkit._fsdp.states import compute_dtypes, show_plain_name
 from shardkit.errors import ShardkitError, listing
 from shardkit.optim import step_on_local_shards, step_on_whole_matrices
 
@@ -62,6 +62,8 @@ def keep_sharded(runner: Runner) -> Runner:
         _check_model(accelerator, runner.model)  # type: ignore[attr-defined]
         # transformers keeps what the state said at first
         runner.is_fsdp_enabled = True  # type: ignore[attr-defined]
+        # By this name it knows causal models, and shifts the labels that it smooths.
+        show_plain_name(runner.model)  # type: ignore[attr-defined]
     _set_fsdp2(accelerator)
     accelerator.native_amp = False  # no autocast: the plan's MixedPrecisionPolicy casts
     accelerator.prepare = partial(_prepare, accelerator)

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from cpu_ranks import on_ranks
 from other_trainers import (
+    BATCH,
     LR,
     assert_same,
+    batch,
     full,
     of_the_page,
     packages,
@@ -21,6 +23,7 @@ from other_trainers import (
     torchrun,
 )
 from transformers.distributed import DistributedConfig
+from transformers.trainer_pt_utils import LabelSmoother
 
 from shardkit import MixedPrecisionPolicy, shard_model, sharded_average, step_on_whole_matrices
 from shardkit.checkpoint import save_pretrained
@@ -148,6 +151,10 @@ def test_flags_of_the_trainer_change_nothing_else(tmp_path):
         assert not torch.equal(
             full(asked_too.model)["lm_head.weight"], full(reference.model)["lm_head.weight"]
         )
+        smoothed = short_run(tmp_path, label_smoothing_factor=0.1)
+        first = batch(rows()[:BATCH])
+        loss = LabelSmoother(0.1)(tiny()(**first), first["labels"], shift_labels=True)
+        assert logged(smoothed, "loss")[0] == pytest.approx(loss.item(), abs=2e-6)
         best = {
             "load_best_model_at_end": True,
             "eval_strategy": "steps",
