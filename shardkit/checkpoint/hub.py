@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from shardkit.state.model import WRAPPERS, clean_name
 
 # the attribute in which transformers records the conversions of a load, to undo them
 USED = "_weight_conversions"
+# what peft puts into the names of a tensor that it adapts
+_ADAPTED = re.compile(r"(\.token_adapter)?\.(base_layer|original_module)\.")
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -53,6 +56,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if inner is not None:
             return unwrapped(inner)
     return model
+
+
+def base_of(
+    model: nn.Module, tensors: dict[str, Tensor], stored: Mapping[str, object]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return the base of a ``PeftModel`` whose files these are, with the tensors by the names in
+    them; or else the model. Local, pure.
+    """
+    bare: Any = unwrapped(model)
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(bare, peft.PeftModel) or tensors.keys() & stored.keys():
+        return bare, tensors
+    base = bare.get_base_model()
+    prefix = "base_model." if base is bare.base_model else "base_model.model."
+    return base, {_ADAPTED.sub(".", fqn.removeprefix(prefix)): tensors[fqn] for fqn in tensors}
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

@@ -234,10 +234,10 @@ def open_checkpoint(
             )
         raise CheckpointError(f"{path} cannot be read ({reason}). {fix}") from error
     raise CheckpointError(
-        f"{path} holds {listing(names) or 'nothing'}. A checkpoint has {directory.MANIFEST} "
-        f"(shardkit), {DCP_NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or is a file of "
-        f"torch.save ({', '.join(SUFFIXES)}). Pass the path of one checkpoint, latest_checkpoint() "
-        "of a directory of several, or one file with a full model."
+        f"{path} is not a checkpoint (files: {listing(names) or 'none'}). A checkpoint has "
+        f"{directory.MANIFEST} (shardkit), {DCP_NAME} (torch.distributed.checkpoint) or *{SUFFIX}, "
+        f"or is a file of torch.save ({', '.join(SUFFIXES)}). Pass the path of one checkpoint, "
+        "latest_checkpoint() of a directory of several, or one file with a full model."
     )
 
 

@@ -41,6 +41,7 @@ from shardkit.checkpoint.hub import (
     USED,
     Group,
     HubFiles,
+    base_of,
     check_8bit,
     is_pretrained,
     plain_class,
@@ -89,8 +90,9 @@ def load_pretrained(
 
     Each rank reads the bytes of its own shards, straight into them. For a model of transformers 5
     the conversions of its ``from_pretrained`` apply, one group of tensors at a time, except with
-    ``key_map`` and to files of ``save_checkpoint``. In place, and parameters stay the same objects;
-    **collective** over the ranks of the model's meshes, local for a plain model.
+    ``key_map`` and to files of ``save_checkpoint``. A ``PeftModel`` also loads the files of its
+    base, with ``strict=False``, since they have no adapters. In place, and parameters stay the same
+    objects; **collective** over the ranks of the model's meshes, local for a plain model.
 
     Tensors that transformers never saves (``_keys_to_ignore_on_save``), such as sinusoidal
     positions, may be missing. On meta, parameters and persistent buffers get the values in the
@@ -127,7 +129,11 @@ def load_pretrained(
     request = Request(os.fspath(path), strict, key_map)
     with raise_on_all_ranks(groups, CheckpointError, call="load_pretrained"):
         tensors = live_state(model).tensors
-        source = _open_files(model, tensors, request)
+        locations = find_tensors(Path(path))
+        base = model
+        if key_map is None:
+            base, tensors = base_of(model, tensors, locations)
+        source = _open_files(base, tensors, locations, request)
         dtypes = {}
         for name, tensor in tensors.items():
             dtypes[name] = tensor.dtype if not tensor.is_floating_point() else dtype or tensor.dtype
@@ -137,6 +143,11 @@ def load_pretrained(
             if name in source.contents.model or name not in unsaved:
                 wanted[name] = tensor
         plan = plan_load(wanted, source.contents.model, request, dtypes)
+        if not plan.copies:
+            raise CheckpointError(
+                f"{path} has no tensor of the model, such as {listing(tensors, 1)}. It has "
+                f"{listing(source.contents.model, 1)}. Pass key_map= to rename."
+            )
         refuse_subclasses({name: tensors[name] for name in plan.copies})
         check_stored_ties(source, plan, tensors, request)
         memory = LoadMemory(model, tensors, {name: dtypes[name] for name in plan.copies})
@@ -148,24 +159,26 @@ def load_pretrained(
         memory.compute()
     memory.install()
     if isinstance(source, HubFiles):
-        setattr(unwrapped(model), USED, source.used)
+        setattr(base, USED, source.used)
     return plan.keys
 
 
 def _open_files(
-    model: nn.Module, tensors: Mapping[str, Tensor], request: Request
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    locations: Mapping[str, Location],
+    request: Request,
 ) -> Safetensors | HubFiles:
     """Open files by the names in them, or a transformers model's by the names of its ``tensors``.
     Local.
     """
-    locations = find_tensors(Path(request.where))
     if request.key_map is not None:
         return Safetensors(locations)
     check_8bit(locations, tensors, request.where)
     directories = {location.file.parent for location in locations.values()}
     if not is_pretrained(model) or any((path / MANIFEST).is_file() for path in directories):
         return Safetensors(locations)
-    return HubFiles(unwrapped(model), tensors, locations)
+    return HubFiles(model, tensors, locations)
 
 
 # ---- saving --------------------------------------------------------------------------------------

@@ -328,6 +328,6 @@ def named_model(given: str) -> nn.Module:
     except Exception as error:  # whatever the user's code raises
         raise PlanError(
             f"model {given} cannot be built ({type(error).__name__}: {error}). It must be "
-            "package.module:factory, a callable without arguments, or a config.json of "
-            "transformers. Check that it can be imported from here."
+            "package.module:factory, a callable without arguments, or an existing config.json of "
+            "transformers. Check the path, or that it can be imported from here."
         ) from error

@@ -279,7 +279,7 @@ def test_a_pipe_with_the_name_of_a_manifest_hangs_nothing(tmp_path):
     (tmp_path / "a").mkdir()
     os.mkfifo(tmp_path / "a" / directory.MANIFEST)
     assert directory.latest_checkpoint(tmp_path) is None
-    with pytest.raises(CheckpointError, match="holds manifest"):
+    with pytest.raises(CheckpointError, match="files: manifest"):
         load_checkpoint(tmp_path / "a", torch.nn.Linear(2, 2))
 
 

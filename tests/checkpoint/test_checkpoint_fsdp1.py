@@ -244,11 +244,11 @@ def test_a_file_that_is_no_checkpoint_is_one_error(content, said, tmp_path):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, "holds nothing"),
-        ({"notes.txt": b""}, r"holds notes\.txt\. A checkpoint has manifest\.json"),
+        ({}, "files: none"),
+        ({"notes.txt": b""}, r"files: notes\.txt\)\. A checkpoint has manifest\.json"),
         (
             {"model.pt": b"", "optimizer.pt": b""},
-            r"holds model\.pt, optimizer\.pt.* one file with a full model",
+            r"files: model\.pt, optimizer\.pt.* one file with a full model",
         ),
         ({".metadata": b"no pickle"}, "cannot be read .UnpicklingError"),
         ({"model.safetensors": b"PK\x03\x04" * 9}, "its header claims"),

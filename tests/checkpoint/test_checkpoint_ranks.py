@@ -259,7 +259,7 @@ def test_keep_rotates_on_rank_0(tmp_path):
         assert latest_checkpoint(tmp_path) == tmp_path / f"step-{step}"
         dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
-    with pytest.raises(CheckpointError, match=r"holds step-2, step-3"):
+    with pytest.raises(CheckpointError, match=r"files: step-2, step-3"):
         load_checkpoint(tmp_path, *state)
 
 

@@ -73,29 +73,48 @@ def test_adapters_made_afterwards_are_refused_by_name(kind, context):
     assert all(param.is_meta for param in model.parameters())
 
 
-def test_load_pretrained_of_the_base(tmp_path):
-    """What the file does not have, the adapters, is as PEFT made it inside, and refused where it
-    was made after.
-    """
-    torch.manual_seed(5)
-    plain = adapted(base(), "lora")
-    values = dict(plain.named_parameters())
-    save_file(
-        {fqn: t.detach() + 1 for fqn, t in values.items() if "lora_" not in fqn},
-        tmp_path / "model.safetensors",
-    )
+def on_meta(kind):
     torch.manual_seed(5)
     with init_on_meta():
-        model = adapted(base(), "lora")
-    load_pretrained(shard_model(model), tmp_path, strict=False)
-    for fqn, param in model.named_parameters():
-        expected = values[fqn].chunk(2)[0] + (0 if "lora_" in fqn else 1)
-        assert torch.equal(param.to_local(), expected), fqn
+        model = adapted(base(), kind)
+    return shard_model(model)
 
+
+@pytest.mark.parametrize("kind", ["lora", "rslora", "gaussian", "ia3"])
+def test_load_pretrained_of_the_base(tmp_path, kind):
+    """The base has the hub's names. Adapters are as PEFT made them inside."""
+    saved = base()
+    saved.save_pretrained(tmp_path)
+    torch.manual_seed(5)
+    values = dict(adapted(base(), kind).named_parameters())
+    model = on_meta(kind)
+    keys = load_pretrained(model, tmp_path, strict=False)
+    assert not keys.unexpected_keys
+    loaded = dict(saved.named_parameters())
+    for fqn, param in model.named_parameters():
+        name = fqn.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        expected = values[fqn] if name in keys.missing_keys else loaded[name]
+        part = expected.chunk(2, param.placements[0].dim)[0]
+        assert torch.equal(param.to_local(), part), fqn
+    # as does a file of the PeftModel itself
+    whole = {fqn: torch.ones(param.shape) for fqn, param in model.named_parameters()}
+    save_file(whole, tmp_path / "whole.safetensors")
+    load_pretrained(model, tmp_path / "whole.safetensors")
+    assert all(param.to_local().eq(1).all() for param in model.parameters())
+
+
+def test_load_pretrained_refuses_adapters_made_afterwards(tmp_path):
+    base().save_pretrained(tmp_path)
     with init_on_meta():
         model = base()
     with pytest.raises(ShardkitError, match=r"q_proj\.lora_A.*does not guess values"):
         load_pretrained(shard_model(adapted(model, "lora")), tmp_path, strict=False)
+
+
+def test_load_pretrained_refuses_files_without_any_of_the_names(tmp_path):
+    save_file({"other.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ShardkitError, match=r"no tensor of the model.*other\.weight"):
+        load_pretrained(shard_model(base()), tmp_path, strict=False)
 
 
 OTHER = torch.zeros(2, dtype=torch.bfloat16)
