@@ -43,13 +43,11 @@ def accumulate(
     ``plan.collectives(micro_batches=k)`` counts them. With P elements of parameters, N ranks that
     shard, and the sizes in bytes of ``param_dtype`` and ``reduce_dtype``:
 
-    ===================================  =============================  ==========================================
-    k micro-batches                      collectives of each unit       held by each rank between micro-batches
-    ===================================  =============================  ==========================================
-    default                              2k all-gathers, 1 reduction    P x reduce_dtype of gradients
-    ``keep_unsharded=True``              1 all-gather, 1 reduction      the same, and P x param_dtype of parameters
-    ``shard_gradients=True``             k reduce-scatters              P / N x reduce_dtype of gradients
-    ===================================  =============================  ==========================================
+    | k micro-batches | collectives of each unit | held by each rank between them |
+    | --- | --- | --- |
+    | default | 2k all-gathers, 1 reduction | P x reduce_dtype of gradients |
+    | ``keep_unsharded=True`` | 1 all-gather, 1 reduction | the same, and P x param_dtype of parameters |
+    | ``shard_gradients=True`` | 2k all-gathers, k reduce-scatters | P / N x reduce_dtype of gradients |
 
     A reduction is a reduce-scatter, and on an HSDP mesh one all-reduce. If the body raises,
     gradients are dropped; call :func:`reset_after_error` before the next forward.

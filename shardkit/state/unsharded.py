@@ -30,16 +30,16 @@ def full_params(
     with_grads: bool = False,
     recurse: bool = True,
 ) -> Iterator[None]:
-    """In this context the model's sharded parameters are plain ``nn.Parameter``\\ s of the full
-    tensors.
+    """In this context the model's sharded parameters are plain parameters, of the full tensors.
 
     Like FSDP1's ``summon_full_params``, for any module with FSDP2 units. Names, ties, dtypes,
     ``requires_grad`` and attributes are those of the sharded parameters. FSDP2's hooks do nothing
     inside: modules, methods such as ``generate``, and parts that are not units run without
-    collectives; gradients are not reduced, and dropped on exit. Modules of ``parallelize_module``
-    still make DTensors, which do not mix with full parameters. Do not step an optimizer inside. On
-    exit the same sharded parameters are registered again. **Collective**, on entry and, with both
-    ``writeback`` and ``rank0_only``, on exit.
+    collectives of FSDP2 (to transformers' ``generate`` pass ``synced_gpus=False``, or it makes its
+    own); gradients are not reduced, and dropped on exit. Modules of ``parallelize_module`` still make
+    DTensors, which do not mix with full parameters. Do not step an optimizer inside. On exit the same
+    sharded parameters are registered again. **Collective**, on entry and, with both ``writeback`` and
+    ``rank0_only``, on exit.
 
     Args:
         model: any module, on any mesh, with any ties.

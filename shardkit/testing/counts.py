@@ -143,7 +143,7 @@ def assert_same_on_all_ranks(value: torch.Tensor, group: dist.ProcessGroup | Non
         ShardkitError: ``value`` is not a plain tensor.
 
     Examples:
-        assert_same_on_all_ranks(torch.nn.utils.get_total_norm(gradients).full_tensor())
+        ``assert_same_on_all_ranks(torch.nn.utils.get_total_norm(gradients).full_tensor())``
     """
     if isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
         raise ShardkitError(

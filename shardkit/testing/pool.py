@@ -107,8 +107,8 @@ class RankPool:
         timeout: seconds that one call may take, without imports.
 
     Examples:
-        with RankPool(4) as pool:
-            assert pool.run(torch.distributed.get_rank) == [0, 1, 2, 3]
+        >>> with RankPool(4) as pool:
+        ...     assert pool.run(torch.distributed.get_rank) == [0, 1, 2, 3]
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 60) -> None:
@@ -346,9 +346,9 @@ def distributed(
         RankFailure: when called, if a rank raised, died or did not finish in time.
 
     Examples:
-        @distributed(world_size=4)
-        def test_ranks_know_each_other():
-            assert torch.distributed.get_world_size() == 4
+        >>> @distributed(world_size=4)
+        ... def test_ranks_know_each_other():
+        ...     assert torch.distributed.get_world_size() == 4
     """
 
     def decorate(body: Callable[P, object]) -> Callable[P, None]:

@@ -149,6 +149,18 @@ def test_a_page_runs_whole_on_two_ranks(page, tmp_path):
     run_page(text.replace('"runs/', f'"{tmp_path}/'), page)
 
 
+@distributed(world_size=2)
+def test_each_rank_generates_as_often_as_it_likes():
+    from hub_nets import llama
+
+    page = (ROOT / "docs" / "evaluating.md").read_text()
+    call = re.search(r"model\.generate\(ids.*?\)", page)[0]
+    model, ids = shardkit.shard_model(llama()), torch.ones(1, 3, dtype=torch.long)
+    with shardkit.full_params(model), torch.no_grad():
+        for _ in range(1 + dist.get_rank()):
+            eval(call, {"model": model, "ids": ids})
+
+
 FILES = [
     pytest.param(FILE.match(block.code)[1], block.code, id=f"{page.name}:{block.line}")
     for page in PAGES
@@ -222,6 +234,12 @@ def dead_links(page, text):
 def test_the_links_of_the_pages_lead_somewhere():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     assert {str(page): dead for page in pages if (dead := dead_links(page, page.read_text()))} == {}
+
+
+def test_docstrings_have_no_markup_that_the_site_cannot_show():
+    unknown = re.compile(r"^ +={4,}|``\\\\ |Examples:\n +[^>` ]", re.MULTILINE)
+    files = [*(ROOT / "shardkit").rglob("*.py")]
+    assert [str(file) for file in files if unknown.search(file.read_text())] == []
 
 
 @pytest.mark.parametrize("name", ["api", "plan.types", "testing.counts", "planning.rules"])
