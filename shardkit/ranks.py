@@ -45,7 +45,7 @@ def note(call: str, **arguments: object) -> None:
 
 def warn_once(text: str) -> None:
     """Log a warning on the first rank, once in a process. Local."""
-    if text not in _warned and (not dist.is_initialized() or dist.get_rank() == 0):
+    if text not in _warned and own_rank() == 0:
         _warned.add(text)
         logger.warning(text)
 
@@ -86,13 +86,11 @@ def groups_of(model: nn.Module) -> Groups:
     """
     check_module(model)
     groups: list[dist.ProcessGroup | None] = []
-    meshes = set()
-    for param in sharded_parameters(model):  # also while units are left unsharded
-        if isinstance(param, DTensor) and param.device_mesh not in meshes:
-            meshes.add(param.device_mesh)
-            for group in param.device_mesh.get_all_groups():
-                if group.size() > 1 and group not in groups:
-                    groups.append(group)
+    params = sharded_parameters(model)  # also while units are left unsharded
+    for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
+        for group in mesh.get_all_groups():
+            if group.size() > 1 and group not in groups:
+                groups.append(group)
     return groups
 
 

@@ -66,22 +66,8 @@ def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]
     While a unit is unsharded FSDP2 registers unsharded parameters, but gradients and the optimizer's
     state stay with the sharded ones, which torch has no public way to reach (2.11 to 2.15).
     """
-    sharded = sharded_stand_ins(model.modules())
-    return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
-
-
-def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return those parameters without names. Local."""
-    sharded = sharded_stand_ins(model.modules())
-    return [sharded.get(param, param) for param in model.parameters()]
-
-
-def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the sharded parameter for each unsharded one that these modules register at present.
-    Local.
-    """
     sharded: dict[nn.Parameter, nn.Parameter] = {}
-    for module in modules:
+    for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         for unit in units_of(module._get_fsdp_state()):
@@ -91,7 +77,12 @@ def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Par
                 for param in unit.fsdp_params:
                     info = param._module_info
                     sharded[getattr(info.module, info.param_name)] = param.sharded_param
-    return sharded
+    return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
+
+
+def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return those parameters without names. Local."""
+    return [param for _, param in named_sharded_parameters(model)]
 
 
 # The plain tensors that the drop-in for FSDP1's class shows in the place of DTensors.

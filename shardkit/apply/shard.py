@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit._fsdp import without_init_subclass
-from shardkit._torch import DataParallelMeshDims, real_tensors
+from shardkit._torch import DataParallelMeshDims, real_tensors, sharded_parameters
 from shardkit.apply.init_sync import check_same_start, state_facts, states_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
 from shardkit.apply.param_attrs import attributes_and_hooks, carry_over
@@ -117,6 +117,21 @@ def shard_for_training(
     with replacing(model):
         shard_units(model, plan, mesh, before=before)
     install_hooks(model, plan.forward_methods)
+    zero_registered = model.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        # Between forward and backward, as in `loss = ...; model.zero_grad(); loss.backward()`, units
+        # that stay unsharded register parameters without these gradients.
+        nn.ParameterList(sharded_parameters(model)).zero_grad(set_to_none)
+        zero_registered(set_to_none)
+
+    def before_load(_: object, state: Any, *args: object) -> None:
+        from shardkit.runtime.loading import refuse_other_ranks
+
+        refuse_other_ranks(state)
+
+    model.zero_grad = zero_grad  # type: ignore[method-assign]
+    model.register_load_state_dict_pre_hook(before_load)
     if plan.ignored:
         from shardkit.runtime.replicated import unreduced_problem
 

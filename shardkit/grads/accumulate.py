@@ -119,8 +119,8 @@ def accumulate(
 def zero_grad(model: nn.Module) -> None:
     """Drop all gradients, also those that wait to be reduced, and free their memory. Local.
 
-    ``optimizer.zero_grad()`` does so after ``accumulate``. ``model.zero_grad()``
-    does not see what waits in units that stayed unsharded.
+    ``optimizer.zero_grad()`` does so after ``accumulate``, and ``model.zero_grad()`` of a model
+    that ``shard_model`` sharded.
     """
     check_module(model)
     for unit in fsdp_units(model):

@@ -209,10 +209,10 @@ def _first_look(optimizer: Optimizer, held: set[int]) -> _Stepped:
             warn_once(low)
     _warn_of_added(name, held)
     units = WeakSet(unit for unit in _units if holds_param_of(held, unit))
-    replicated: set[int] = set()
+    steps_replicated = False
     for reduction in reductions:
-        replicated.update(map(id, reduction.params()))
-    stepped = _Stepped(held, units, steps_replicated=not held.isdisjoint(replicated))
+        steps_replicated |= not held.isdisjoint(map(id, reduction.params()))
+    stepped = _Stepped(held, units, steps_replicated)
     _stepped[optimizer] = stepped
     return stepped
 

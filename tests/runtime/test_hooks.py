@@ -150,6 +150,20 @@ def test_requires_grad_stays_as_it_was_set(set_flag, trains):
         assert not trains or torch.equal(gradients[0], gradients[1].full_tensor())
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_of_the_model_between_forward_and_backward(to_none):
+    """As in PyTorch's tutorials, where some units are unsharded at that time."""
+    with fake_world(1):
+        plain, model = pair()
+        for number in range(2):
+            for each in (plain, model):
+                loss = usual_loss(each, number)
+                each.zero_grad(set_to_none=to_none)
+                loss.backward()
+        for param, same in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param.grad.full_tensor(), same.grad)
+
+
 @pytest.mark.parametrize("end", ["step", "no_grad"])
 def test_requires_grad_stays_as_it_was_set_where_no_backward_follows(end):
     with fake_world(1):

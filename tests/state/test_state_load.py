@@ -11,7 +11,7 @@ from cpu_ranks import on_ranks
 from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, hsdp, seeded
 from torch import Tensor, nn
 
-from shardkit import init_on_meta
+from shardkit import MeshSpec, init_on_meta, shard_model
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.state import full_state_dict, load_full_state_dict
@@ -277,3 +277,18 @@ def test_buffers_of_expand_are_loaded(tmp_path):
     save_checkpoint(tmp_path / "a", other)
     load_checkpoint(tmp_path / "a", resumed := build(4.0))
     assert torch.equal(resumed.mask, model.mask)
+
+
+@on_ranks(4)
+def test_a_file_of_another_ranks_shards_is_refused(tmp_path):
+    """torch would copy them as if they were this rank's own."""
+    model = shard_model(seeded(Net), mesh=MeshSpec.hybrid(2, 2))
+    torch.save(model.state_dict(), tmp_path / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    for saved in range(4):
+        state = torch.load(tmp_path / f"{saved}.pt")
+        if (saved - dist.get_rank()) % 2:
+            with pytest.raises(ShardkitError, match="gain is a shard of another rank"):
+                model.load_state_dict(state)
+        else:  # its own, and its replica's
+            model.load_state_dict(state)
