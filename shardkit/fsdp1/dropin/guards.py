@@ -107,7 +107,8 @@ def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     raise Unavailable(
         f"{name} is a private function of torch's FSDP1, for flat parameters and handles, which "
-        "FSDP2 does not have. Use model.parameters(), or reshard() and unshard() of model.module."
+        "FSDP2 does not have. Use model.parameters(), model.clip_grad_norm_(), or reshard() and "
+        "unshard() of model.module."
     )
 
 
