@@ -142,7 +142,7 @@ class StepState:
     # held in the unsharded form, which the next all-gather overwrites
     copies: list[str] = field(default_factory=list)
     hooked: list[str] = field(default_factory=list)  # with hooks of ``register_hook``
-    written: list[str] = field(default_factory=list)  # that were written to while unsharded
+    written: list[str] = field(default_factory=list)  # whose change is lost
     # without a gradient, by unit that has others
     unused: dict[FSDPUnit, list[str]] = field(default_factory=dict)
     unsharded: list[FSDPUnit] = field(default_factory=list)  # they would keep the values of before
@@ -173,7 +173,10 @@ def state_at_step(units: Iterable[FSDPUnit], held: Collection[int]) -> StepState
             unsharded = state.get("_unsharded_param")
             if unsharded is None:  # before the first all-gather
                 continue
-            if unsharded._version:  # all-gathers preserve it
+            # ``param.data = value`` replaces the storage of a DTensor, which nothing reads.
+            storage = sharded.untyped_storage()
+            known = vars(param._sharded_param_data).setdefault("storage", storage)
+            if unsharded._version or known is not storage:  # all-gathers preserve both
                 written.append(param._param_fqn)
             if id(unsharded) in held:
                 step.copies.append(param._param_fqn)

@@ -81,8 +81,8 @@ def end_backward(model: nn.Module) -> None:
             state._register_root_post_backward_final_callback()
 
     nothing = torch.zeros((), requires_grad=True)
-    nothing.register_hook(end)
-    nothing.backward()
+    nothing.register_hook(end)  # type: ignore[no-untyped-call]
+    nothing.backward()  # type: ignore[no-untyped-call]
 
 
 def drop_unreduced_gradients(unit: FSDPUnit) -> None:

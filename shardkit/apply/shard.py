@@ -131,7 +131,7 @@ def shard_for_training(
         refuse_other_ranks(state)
 
     model.zero_grad = zero_grad  # type: ignore[method-assign]
-    model.register_load_state_dict_pre_hook(before_load)
+    model.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
     if plan.ignored:
         from shardkit.runtime.replicated import unreduced_problem
 
@@ -272,9 +272,9 @@ def _shard_unit(
             if model.get_parameter(fqn) is param:
                 failed = fqn
         raise PlanError(
-            f"{failed} could not be sharded by torch, {type(error).__name__}: {error}. The model "
-            "is sharded in part now and cannot be used; build it again. See the cause, or pass it "
-            "in ignored_params."
+            f"{failed} could not be sharded by torch. The model is sharded in part now and cannot "
+            "be used; build it again. See the cause, or pass it in ignored_params. "
+            f"{type(error).__name__}: {error}"
         ) from error
     return params
 

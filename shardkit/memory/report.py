@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,9 +89,8 @@ def run(options: argparse.Namespace) -> int:
             "Pass one rank's micro-batch, such as --batch 1x4096."
         )
     model = named_model(options.model)
-    if options.dtype or Path(options.model).exists():
-        # Files of the hub say bfloat16; what trains is loaded in float32.
-        model = model.to(getattr(torch, options.dtype or "float32"))
+    if options.dtype:
+        model = model.to(getattr(torch, options.dtype))
     dtypes = {str(param.dtype).removeprefix("torch.") for param in model.parameters()}
     print(
         f"parameters in {', '.join(sorted(dtypes))} (--dtype), "

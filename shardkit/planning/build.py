@@ -322,7 +322,8 @@ def named_model(given: str) -> nn.Module:
                 import transformers
 
                 config = transformers.AutoConfig.from_pretrained(given)
-                return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+                # Files of the hub say bfloat16; what trains is loaded in float32.
+                return transformers.AutoModelForCausalLM.from_config(config).float()  # type: ignore[no-any-return, no-untyped-call]
             model: nn.Module = pkgutil.resolve_name(given)()
             return model
     except Exception as error:  # whatever the user's code raises

@@ -117,8 +117,8 @@ def check_awake(params: Iterable[Tensor], holder: object = None) -> None:
 
 def refuse_asleep(holder: object, *args: Any, **kwargs: Any) -> NoReturn:
     raise ShardkitError(
-        f"{type(holder).__name__} is asleep: sleep() has moved its memory to the CPU. Call "
-        "wake(model, optimizer) first."
+        f"{type(holder).__name__} is asleep: sleep() has moved its memory to the CPU. Pass "
+        "it to wake() first."
     )
 
 
@@ -158,10 +158,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     if step.written:
         warn_once(
-            f"{name}.step() found {listing(step.written, 6)} changed while unsharded. FSDP2 frees "
-            "unsharded parameters, so a change in forward, or after one without backward, is lost. "
-            "Make it a buffer, or change it after optimizer.step(); evaluate under "
-            "torch.no_grad()."
+            f"{name}.step() found changes of {listing(step.written, 6)} that are lost. FSDP2 frees "
+            "parameters that were changed in forward, or after one without backward, and a DTensor "
+            "ignores param.data = value. Make it a buffer, or use param.copy_(value) after "
+            "optimizer.step(); evaluate under torch.no_grad()."
         )
     for unit, unused in step.unused.items():
         if stepped.unused.setdefault(unit, unused) != unused:

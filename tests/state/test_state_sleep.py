@@ -97,9 +97,7 @@ def test_what_needs_the_values_raises_until_wake(tmp_path):
     with pytest.raises(ShardkitError, match="FSDPUneven is asleep"):
         optimizer.step()
     sleep(model, optimizer)  # the model is already
-    with pytest.raises(
-        ShardkitError, match=r"FSDPUneven is asleep.*Call wake\(model, optimizer\) first"
-    ):
+    with pytest.raises(ShardkitError, match=r"FSDPUneven is asleep.*Pass it to wake\(\) first"):
         model(x)
     reads = [model.state_dict, lambda: shardkit.full_state_dict(model), model.unshard]
     reads += [lambda: model.first(x), lambda: model.load_state_dict({})]

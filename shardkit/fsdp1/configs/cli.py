@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         line = f"# {note.support:<9} {note.argument:<{width}}  {note.value}: {note.sentence}"
         print(line.replace("\n", " "))
     if reading.refused:
-        print(f"translate: {len(reading.refused)} keys are refused", file=sys.stderr)
+        print(f"translate: refused keys: {len(reading.refused)}", file=sys.stderr)
         return 1
     if options.model:
         translation = build(reading.target, named_model(options.model), reading.notes)

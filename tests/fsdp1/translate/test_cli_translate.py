@@ -70,13 +70,14 @@ class WithBuffer(Decoder):
 
 def test_the_model_may_be_a_configuration_of_transformers(tmp_path, capsys):
     sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
-    model = {"model_type": "gpt2", **sizes}
+    model = {"model_type": "gpt2", "dtype": "bfloat16", **sizes}
     path = tmp_path / "model.json"
     path.write_text(json.dumps(model))
     file = config_file(tmp_path, fsdp="full_shard auto_wrap", fsdp_config={}, num_train_epochs=1)
     assert run(file, "--to", "plan", "--model", path, "--world", 4) == 0
     out = capsys.readouterr().out
     assert "transformer.h.0 .. transformer.h.1" in out
+    assert "bfloat16" not in out  # what trains is loaded in float32
     assert "# mapped    fsdp " in out
 
 
