@@ -116,7 +116,7 @@ def test_a_tensor_that_cannot_be_split_is_named():
     model = whole()
     with (
         fake_world(2),
-        pytest.raises(PlanError, match=r"^layers.1.up.weight could not .*Whole.* build it again"),
+        pytest.raises(PlanError, match=r"^layers.1.up.weight could not .* build it again.*Whole"),
     ):
         shard_model(model)
     with fake_world(2):
