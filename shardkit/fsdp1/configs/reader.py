@@ -196,7 +196,7 @@ def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
     try:
         values = parse(file.read_text())
     except (OSError, UnicodeDecodeError, invalid) as error:
-        raise TranslationError(f"{file} cannot be read: {error}.") from None
+        raise TranslationError(f"{file} cannot be read as JSON or YAML: {error}.") from None
     if not isinstance(values, Mapping):
         raise TranslationError(
             f"{file} must be a mapping of keys to values, got {type(values).__name__}. Give the "
