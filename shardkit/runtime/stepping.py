@@ -136,7 +136,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if asleep:
             check_awake(group["params"])
     stepped = _stepped.get(optimizer)
-    if stepped is None or stepped.held != held:
+    if not stepped or stepped.held != held:
         stepped = _first_look(optimizer, held)
     if not (stepped.units or stepped.steps_replicated):
         return  # an optimizer of something else, which should cost nothing

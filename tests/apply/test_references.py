@@ -186,4 +186,9 @@ def test_hooks_that_would_never_be_called():
             shard_model(model)
         for handle in handles:
             handle.remove()
+        model.scale = nn.Parameter(torch.tensor(1.0))  # replicated
+        handle = model.scale.register_post_accumulate_grad_hook(print)
+        with refused(model, "scale has a hook", "before the gradient is reduced"):
+            shard_model(model)
+        handle.remove()
         shard_model(model)
